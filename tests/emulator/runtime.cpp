@@ -1,4 +1,4 @@
-// What runtime.h declares: fibers, their scheduler, and what the hardware does on its own.
+// The parts that runtime.h declares: fibers, their scheduler, and the asynchronous hardware.
 #include "runtime.h"
 
 #include <sys/mman.h>
@@ -64,11 +64,11 @@ static void enter() {
   step_aside_until(nullptr, nullptr);
 }
 
-// switch_stacks(from, to): keeps what a call preserves on the stack at hand, whose top goes to
-// *from, and goes on where `to` was left.
+// switch_stacks(from, to): pushes the registers that a call preserves on the current stack, stores
+// the top of that stack in *from, and resumes where `to` was left.
 #ifdef __x86_64__
-// Why not swapcontext: it asks the kernel for the signal mask each time, which took half of all the
-// time.
+// Why not swapcontext: it asks the kernel for the signal mask each time, which took half of the
+// total time.
 extern "C" void model_switch_stacks(void** from, void* to);
 asm(R"(
   .text
@@ -126,7 +126,7 @@ void step_aside_until(bool (*ready)(void*), void* condition) {
   switch_stacks(&fiber.stack, block->scheduler);
 }
 
-// The stacks of a grid's threads, used again by every block.
+// The stacks of a grid's threads, which every block reuses.
 class Stacks {
  public:
   static constexpr size_t bytes_each = 128 * 1024;
@@ -161,15 +161,15 @@ Seen meet(long name, int count, std::array<uint64_t, 2> values) {
   return Seen(round);
 }
 
-// --- what the hardware does on its own ---
+// --- asynchronous hardware ---
 
 void enqueue(long queue, std::function<void()> perform, std::function<bool()> possible) {
   block->queues[queue].push_back({std::move(possible), std::move(perform)});
 }
 
-// Performs something, if anything can be. A block has a mood: it puts off one kind of operation for
-// as long as anything else can happen (`stuck`: nothing can), or none. So every order that a kernel
-// forgot to enforce is met soon.
+// Performs an operation, if one is possible. A block has a mood: it puts off one kind of operation
+// for as long as anything else can happen (`stuck`: nothing can), or none. A missing wait or fence
+// therefore shows soon, whatever order it fails to enforce.
 static bool perform_one(bool stuck) {
   std::vector<long> possible, put_off;
   for (auto& [name, queue] : block->queues)
@@ -196,7 +196,7 @@ static void run_block(const Launch& launch, const Stacks& stacks, dim3 at, unsig
   here.warps.resize((count + 31) / 32);
   block = &here;
   used_bytes = launch.shared_bytes;
-  std::memset(shared, 0xff, shared_bytes);  // NaN wherever nobody wrote
+  std::memset(shared, 0xff, shared_bytes);  // NaN wherever no thread wrote
   std::memset(async_shared, 0xff, shared_bytes);
   for (int i = 0; i < count; ++i) {
     Fiber& fiber = here.fibers[i];
@@ -220,7 +220,7 @@ static void run_block(const Launch& launch, const Stacks& stacks, dim3 at, unsig
     if (!progress && !perform_one(true))
       here.error = "deadlock: every thread waits, and nothing is under way";
   }
-  // Its shared memory is somebody else's now.
+  // Another block now owns this block's shared memory.
   if (!here.queues.empty() && here.error.empty())
     here.error = "the block ended with work under way";
   block = nullptr;
@@ -247,7 +247,7 @@ void run_grid(const Launch& launch, unsigned seed, const Forgetters& forgetters)
 
 }  // namespace model
 
-// For tests: memory that the grid before the next one writes last of all.
+// For tests: memory that the grid before the next one writes, as its last write.
 extern "C" void write_late(void* place, const void* bytes, unsigned long count) {
   const auto* first = static_cast<const unsigned char*>(bytes);
   model::late_write = [place, kept = std::vector<unsigned char>(first, first + count)] {

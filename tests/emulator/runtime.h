@@ -1,8 +1,8 @@
-// A model of one CUDA block on a host CPU, for tests: threads are fibers that take turns, and what
-// the hardware does on its own (bulk copies, wgmma) happens later, at a moment that a seeded
-// generator chooses. Reading before waiting therefore reads garbage, overwriting too early
-// destroys, and a wait that nobody ends is reported as a deadlock. What no kernel decides is in
-// runtime.cpp, which is compiled once for all of them.
+// A model of one CUDA block on a host CPU, for tests. Threads are fibers that take turns.
+// Operations that the hardware performs asynchronously (bulk copies, wgmma) complete later, at a
+// moment that a seeded generator chooses. Reading before waiting therefore reads garbage,
+// overwriting too early destroys data, and a wait that never ends is reported as a deadlock.
+// runtime.cpp has the parts that do not depend on the kernel, and is compiled once for all kernels.
 #pragma once
 
 #include <array>
@@ -51,8 +51,8 @@ struct float4 {
   float x, y, z, w;
 };
 
-// Where the kernels' `extern __shared__ smem_bytes[]` lies, whatever their namespace: all that a
-// block may have.
+// The kernels' `extern __shared__ smem_bytes[]`, in each of their namespaces. It has the maximum
+// size of a block.
 namespace tilewise::ladder {
 extern unsigned char smem_bytes[] asm("model_shared_memory");
 }
@@ -72,33 +72,33 @@ extern tensor_core::Generation products_of;  // the GPU that the kernel is built
 
 constexpr size_t shared_bytes = 232448;
 inline unsigned char* const shared = tilewise::ladder::smem_bytes;
-// Shared memory as bulk copies and wgmma see it: what threads store is there once a thread has
+// Shared memory as bulk copies and wgmma see it: what threads store arrives there once a thread has
 // fenced. Ref: PTX ISA, "Proxies".
 extern unsigned char async_shared[shared_bytes];
-extern size_t used_bytes;  // of shared memory, by this launch
+extern size_t used_bytes;  // bytes of shared memory that this launch uses
 inline void publish() { std::memcpy(async_shared, shared, used_bytes); }
 
-// What the parts of the model forget between blocks. Each kernel has parts of its own.
+// Functions that clear the state of the model between blocks. Each kernel has state of its own.
 using Forgetters = std::vector<std::function<void()>>;
 inline Forgetters forgetters;
 
 struct Fiber {
-  void* stack;  // where it goes on, while it does not run
+  void* stack;  // where it resumes, while it does not run
   dim3 thread;
   int index = 0;
   bool done = false;
-  bool (*ready)(void* condition) = nullptr;  // null: may run
+  bool (*ready)(void* condition) = nullptr;  // null: it may run
   void* condition = nullptr;
 };
 
-// Something the hardware will do. Operations of one queue happen in order.
+// An operation that the hardware will perform. Operations of one queue happen in order.
 struct Operation {
   std::function<bool()> possible;
   std::function<void()> perform;
 };
 
-// Of a group of threads that meet. Invariant: a thread reads what it sees before it comes again, so
-// two rounds of values are enough.
+// The state of a group of threads that meet. Invariant: a thread reads the values that it sees
+// before it meets the group again, so two rounds of values are enough.
 struct Exchange {
   struct Round {
     std::vector<int> who;
@@ -109,7 +109,7 @@ struct Exchange {
   long generation = 0;
 };
 
-// What everybody of a meeting brought.
+// The values that all threads of a meeting brought.
 class Seen {
  public:
   explicit Seen(const Exchange::Round& round) : round(&round) {}
@@ -120,7 +120,7 @@ class Seen {
   const Exchange::Round* round;
 };
 
-// The lanes of a warp that meet, with the words that each brings.
+// A meeting of the lanes of a warp, with the words that each lane brings.
 using Lane = std::array<uint32_t, 10>;
 using Lanes = std::array<Lane, 32>;
 struct WarpMeeting {
@@ -128,8 +128,8 @@ struct WarpMeeting {
   int arrived = 0;
   long generation = 0;
 };
-// Lanes that exchange values, and those that multiply: one that is at a shuffle where the others
-// are at a product waits for ever.
+// Lanes meet separately to exchange values and to multiply: a lane that is at a shuffle while the
+// others are at a product waits forever.
 enum WarpMeetings { shuffles, fragments, warp_meetings };
 
 struct Block {
@@ -138,7 +138,7 @@ struct Block {
   Fiber* running = nullptr;
   void* scheduler;  // its stack, while a fiber runs
   std::mt19937 random;
-  int mood = 3;  // the kind of operation it puts off
+  int mood = 3;  // the kind of operation that it puts off
   std::map<long, std::deque<Operation>> queues;
   std::map<long, Exchange> meetings;
   std::vector<std::array<WarpMeeting, warp_meetings>> warps;
@@ -153,10 +153,10 @@ inline Fiber& self() { return *block->running; }
 inline int lane() { return self().index % 32; }
 inline int warp() { return self().index / 32; }
 
-// Let others run until `ready(condition)` holds, whatever it is now.
+// Lets others run until `ready(condition)` holds, whatever it is now.
 void step_aside_until(bool (*ready)(void*), void* condition);
 
-// Let others run until `ready` holds. It stays on the stack of the fiber that waits.
+// Lets others run until `ready` holds. `ready` stays on the stack of the fiber that waits.
 template <typename Ready>
 inline void wait_until(Ready ready) {
   if (ready()) return;
@@ -173,17 +173,17 @@ void enqueue(
     long queue, std::function<void()> perform,
     std::function<bool()> possible = [] { return true; });
 
-// Kinds of operations, by the number of their queue.
+// The numbers of queues, by kind of operation.
 constexpr long products = 100'000, loads = 1'000'000'000;
 inline int kind_of(long queue) { return queue >= loads ? 0 : queue >= products ? 1 : 2; }
 
-// `count` threads meet under `name`; each brings up to two values and sees everybody's.
+// `count` threads meet under `name`; each brings up to two values and sees those of all.
 Seen meet(long name, int count, std::array<uint64_t, 2> values = {});
 
 constexpr long whole_block = 1 << 20, named = 1 << 21, warps = 1 << 22, warpgroups = 1 << 23;
 
-// All lanes of the warp bring words, and see everybody's. The last to come calls `finish`, before
-// anybody goes on: what is made once of all words.
+// All lanes of the warp bring words, and each sees those of all. The last lane to arrive calls
+// `finish` before any lane resumes, to compute once what depends on all words.
 template <typename Finish>
 inline const Lanes& all_lanes(WarpMeetings kind, const Lane& mine, Finish finish) {
   WarpMeeting& here = block->warps[warp()][kind];
@@ -205,18 +205,20 @@ inline const Lanes& all_lanes(WarpMeetings kind, const Lane& mine) {
 
 extern std::function<void()> body;
 
-extern bool waited_for_previous_grid;  // some block of this grid has
-// What the previous grid still writes, once: it happens when this grid first waits for it.
+extern bool waited_for_previous_grid;  // whether some block of this grid has
+// A write of the previous grid that is still to happen: it happens once, when this grid first waits
+// for that grid.
 extern std::function<void()> late_write;
 void wait_for_previous_grid();
 
 struct Launch {
   dim3 grid, block;
   int shared_bytes;
-  bool overlaps;  // may begin before the grid ahead of it has ended
+  bool overlaps;  // may begin before the preceding grid has ended
 };
 
-// Blocks run one after another, in an order that the seed draws: hardware promises none.
+// Blocks run one after another, in an order that the seed draws, since the hardware guarantees
+// none.
 void run_grid(const Launch& launch, unsigned seed, const Forgetters& forgetters);
 
 }  // namespace model

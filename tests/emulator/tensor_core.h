@@ -1,11 +1,12 @@
-// What a tensor core makes of c + sum a b: products are exact, all addends are cut off so many
-// binary places below the exponent of the largest, their sum is exact, and is cut off to float32.
-// The exponent of a product is the sum of its factors', so its significand is below 4. Numbers that
-// are subnormal in their own type have the exponent of its smallest normal one, and a sum is never
-// finer than float32's: exponents end at -126. Ref: "MMA-Sim: Bit-Accurate Reference Model of
-// Tensor Cores and Matrix Cores". tests/gpu/test_emulator_products.py holds this to the hardware.
+// How a tensor core computes c + sum a b: products are exact, all addends are truncated a fixed
+// number of binary places below the exponent of the largest, and their sum is exact and is then
+// truncated to float32. The exponent of a product is the sum of its factors' exponents, so its
+// significand is below 4. Numbers that are subnormal in their own type have the exponent of its
+// smallest normal number, and a sum is never finer than float32's: exponents end at -126. Ref:
+// "MMA-Sim: Bit-Accurate Reference Model of Tensor Cores and Matrix Cores".
+// tests/gpu/test_emulator_products.py compares this with the hardware.
 //
-// No part of the model of runtime.h.
+// This header does not depend on the model of runtime.h.
 #pragma once
 
 #include <algorithm>
@@ -16,8 +17,8 @@
 namespace tensor_core {
 
 struct Generation {
-  int fraction_bits;  // binary places that survive below the exponent of the largest addend
-  int steps;  // into how many sums, one after another, an instruction of mma.sync is divided
+  int fraction_bits;  // binary places that are kept below the exponent of the largest addend
+  int steps;          // number of consecutive sums that an instruction of mma.sync is divided into
 };
 constexpr Generation generation(int arch) {
   return arch < 90 ? Generation{24, 2} : Generation{25, 1};
@@ -30,7 +31,7 @@ inline int exponent_of(float x, int min_exponent) {
   const int biased = __builtin_bit_cast(uint32_t, x) >> 23 & 0xff;
   return x == 0.0f ? of_zero : std::max(biased - 127, min_exponent);
 }
-// `exponent` within that of a double's normal numbers.
+// Invariant: `exponent` is that of a normal double.
 inline double power_of_two(int exponent) {
   return __builtin_bit_cast(double, static_cast<uint64_t>(exponent + 1023) << 52);
 }
@@ -49,7 +50,7 @@ struct Factors {
   }
 };
 
-// Towards zero, to float32.
+// Truncates towards zero, to float32.
 inline float cut_off(double exact) {
   constexpr double overflow = 0x1p128, smallest_normal = 0x1p-126, smallest = 0x1p-149;
   const double size = std::abs(exact);
@@ -76,8 +77,8 @@ inline float add_products(float c, const Factors& a, const Factors& b, int fract
   return cut_off(static_cast<double>(sum) * power_of_two(exponent - fraction_bits));
 }
 
-// An instruction: d[rows][columns] += a[rows][depth] b[columns][depth], in `steps` sums one after
-// another. Defined in runtime.cpp.
+// An instruction: d[rows][columns] += a[rows][depth] b[columns][depth], in `steps` consecutive
+// sums. Defined in runtime.cpp.
 struct Instruction {
   int rows, columns, depth, min_exponent, fraction_bits, steps;
 };

@@ -95,21 +95,20 @@ inline u32 add_zero_times(u32 x, u32 sum) {
   return y;
 }
 
-// --- a warp's instructions (ref: PTX ISA, "ldmatrix", "Matrix fragments for mma.m16n8k16"): all
-// lanes bring values, and see everybody's ---
+// --- instructions of a warp (ref: PTX ISA, "ldmatrix", "Matrix fragments for mma.m16n8k16"): all
+// lanes bring values, and each sees those of all ---
 
 using model::Lanes;
 inline const Lanes& all_lanes(const model::Lane& mine) {
   return model::all_lanes(model::fragments, mine);
 }
 
-// What lane `lane` holds of a product of 16 rows and 8 columns, in its element `i`: ref "Matrix
-// fragments".
+// Element `i` that lane `lane` holds of a product of 16 rows and 8 columns: ref "Matrix fragments".
 constexpr int fragment_row(int lane, int i) { return lane / 4 + i / 2 * 8; }
 constexpr int fragment_column(int lane, int i) { return lane % 4 * 2 + i % 2; }
 
-// c += a b: `a_at(lanes, row, k)` and `b_at(lanes, column, k)` are elements of what the lanes
-// bring.
+// c += a b: `a_at(lanes, row, k)` and `b_at(lanes, column, k)` are elements of the values that the
+// lanes bring.
 template <int depth, typename A, typename B>
 inline void warp_product(float* c, const u32 (&a)[4], u32 b0, u32 b1, int min_exponent, A a_at,
                          B b_at) {
@@ -174,7 +173,7 @@ inline void mma_m16n8k16(float* c, const u32 (&a)[4], u32 b0, u32 b1) {
 
 // --- global memory ---
 
-// Ref: PTX ISA, "red": add.f32 in global memory takes subnormal numbers for 0.
+// Ref: PTX ISA, "red": add.f32 in global memory treats subnormal numbers as 0.
 inline float flushed(float x) { return std::abs(x) < 0x1p-126f ? 0.0f : x; }
 inline void add_to_global(float* place, float a, float b, float c, float d) {
   check_aligned(place);
@@ -183,7 +182,7 @@ inline void add_to_global(float* place, float a, float b, float c, float d) {
 }
 inline void add_to_global(float* place, float a) { *place = flushed(flushed(*place) + flushed(a)); }
 inline void add_subnormal_to_global(float* place, float a) { *place += a; }
-// Blocks run one after another here, so what a block waits for has happened or never will.
+// Blocks run one after another here, so whatever a block waits for has happened or never will.
 inline int load_acquire(const int* place) {
   static std::map<const int*, long> asked;
   if (++asked[place] > 1'000'000) model::fail("a block waits for one that comes after it");

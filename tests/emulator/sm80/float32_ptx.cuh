@@ -6,7 +6,7 @@
 
 namespace tilewise::ptx {
 
-// The tensor core reads 19 bits of a number, and rounds as tensor_core.h tells.
+// The tensor core reads 19 bits of a number, and rounds as tensor_core.h describes.
 inline void mma_m16n8k8(float* c, const u32 (&a)[4], u32 b0, u32 b1) {
   auto tf32 = [](u32 bits) { return __builtin_bit_cast(float, bits & 0xffffe000u); };
   warp_product<8>(

@@ -5,16 +5,16 @@
 
 namespace tilewise::ptx {
 
-// --- copies by threads: a group's happen together, some time before somebody waits for them ---
+// --- copies by threads: those of a group happen together, some time before the wait for them ---
 
 struct Copy {
-  u32 destination, bytes;  // of 16: zeros follow
+  u32 destination, bytes;  // of 16; zeros follow
   const void* source;
 };
 struct Copies {
   std::vector<Copy> open;      // not committed yet
   std::vector<bool> is_empty;  // of each committed group
-  long done = 0;               // so many groups, from the first
+  long done = 0;               // the number of groups that have completed, from the first
 
   long committed() const { return static_cast<long>(is_empty.size()); }
   void pass_empty_groups() {

@@ -1,11 +1,11 @@
-// The instructions of kernels/sm90/ptx.cuh that are run on the model of runtime.h.
+// The instructions of kernels/sm90/ptx.cuh that the model of runtime.h runs.
 #pragma once
 
 #include "../common/ptx.cuh"
 
 namespace tilewise::ptx {
 
-// What a tensor map says, in place of the hardware's own encoding. Innermost dimension first.
+// The contents of a tensor map, in place of the hardware's own encoding. Innermost dimension first.
 struct alignas(64) TensorMap {
   u16* base;
   long long dims[4];
@@ -123,7 +123,7 @@ inline void tma_load_4d(void* destination, const TensorMap* map, u64* barrier, i
   });
 }
 
-// A thread's stores happen in order. It waits for those that it has committed.
+// The stores of a thread happen in order. The thread waits for those that it has committed.
 struct Stores {
   long issued = 0, committed = 0, done = 0;
 };

@@ -16,17 +16,17 @@ struct Issued {  // by one thread
   float* d;
   u64 a, b;
   bool accumulate;
-  const u32* registers;  // not null: A is in these four
+  const u32* registers;  // if not null, A is in these four registers
 };
 struct Thread {
   std::deque<Issued> issued;
   long products = 0;      // issued so far
   std::deque<long> ends;  // how many products each committed batch ends with
-  bool fenced = false;    // since it last waited
+  bool fenced = false;    // since the last wait
 };
 struct Warpgroup {
   std::array<Thread, 128> threads;
-  std::vector<int> issuers;  // of each product: how many threads have issued it
+  std::vector<int> issuers;  // per product: how many threads have issued it
   long done = 0;
 };
 inline std::map<int, Warpgroup> warpgroups;
@@ -34,7 +34,7 @@ inline const bool wgmma_forgets = (model::forgetters.push_back([] { warpgroups.c
 inline Warpgroup& mine() { return warpgroups[model::self().index / 128]; }
 inline Thread& my_thread() { return mine().threads[model::self().index % 128]; }
 
-// Between a wait and the next product threads read and write the registers of both.
+// Between a wait and the next product, threads read and write the registers of both.
 inline void fence() { my_thread().fenced = true; }
 inline void commit() {
   Thread& thread = my_thread();
@@ -85,7 +85,8 @@ struct Operand {
   }
 };
 
-// A of a thread's registers: word 2 (k / 8) + (row % 16) / 8 of lane 4 (row % 8) + (k % 8) / 2.
+// An element of A from the registers of a thread: word 2 (k / 8) + (row % 16) / 8 of lane
+// 4 (row % 8) + (k % 8) / 2.
 inline float from_registers(const std::vector<Issued>& issued, int row, int k, bool bf16) {
   const Issued& thread = issued[row / 16 * 32 + row % 8 * 4 + k % 8 / 2];
   const u32 word = thread.registers[k / 8 * 2 + row % 16 / 8];

@@ -1,17 +1,17 @@
 // clang-format off
-// Keys and values in a cache, in one piece per sequence or in pages, with lengths that are on the device.
+// Keys and values in a cache, contiguous per sequence or in pages, with lengths that are on the device.
 //
 // Symbols. Sequence b of `batch` has the keys [start_b, length_b) of its cache, counted from 0: key j of the sequence is at
-// place start_b + j of the cache. All other code counts keys of the sequence.
+// place start_b + j of the cache. All other code counts the keys of the sequence.
 //
-//   one piece per sequence   place p is row p of batch `cache_rows[b]` of the tensors, or of batch b
+//   contiguous               place p is row p of batch `cache_rows[b]` of the tensors, or of batch b
 //   pages                    place p is row p % page_size of page `page_table[b, p / page_size]`; a page is a batch of the tensors
-//   queries                  all sequences have seq_q; or with `cached_cu_q` they are packed, and sequence b has the queries
-//                            [cu_q[b], cu_q[b + 1]). Rows behind the last offset belong to sequence batch - 1, which has no
-//                            keys.
+//   queries                  every sequence has seq_q of them; or with `cached_cu_q` they are packed, and sequence b has the
+//                            queries [cu_q[b], cu_q[b + 1]). Rows past the last offset belong to sequence batch - 1, which has
+//                            no keys.
 //
-// Whatever these tensors hold, nothing outside of q, k, v and out is touched: lengths and starts are clamped to what the
-// cache has room for, pages and rows to those that exist.
+// Whatever these tensors hold, no memory outside q, k, v and out is accessed: lengths and starts are clamped to the capacity of
+// the cache, pages and rows to those that exist.
 // clang-format on
 #pragma once
 
@@ -22,14 +22,14 @@ namespace tilewise {
 
 struct CachedRecord : SequenceRecord {
   int owner;      // b
-  int cache_row;  // the batch of k and v, for one piece per sequence
+  int cache_row;  // the batch of k and v, where a cache is contiguous per sequence
 };
 
 struct CachedOperands {
   const int* cache_lengths;  // (batch); null: every place is used
   const int* cache_starts;   // (batch); null: 0
   const int* cache_rows;     // (batch); null: b
-  const int* page_table;     // (batch, pages per sequence); null: one piece per sequence
+  const int* page_table;     // (batch, pages per sequence); null: contiguous per sequence
   long long page_table_stride;
   const int* cached_cu_q;  // (batch); null: all sequences have seq_q queries
   int page_size;
@@ -83,8 +83,8 @@ struct Cached {
     __device__ __forceinline__ int batch(int b) const { return packed ? 0 : b; }
   };
 
-  // The entry of the page table for key `key` of a sequence, which must not be past its last;
-  // anything if there are no pages.
+  // The entry of the page table for key `key` of a sequence. The key must not be past the last one.
+  // Returns any value if there are no pages.
   template <typename Params>
   static __device__ __forceinline__ int page_of(const Params& params, const Record& record,
                                                 int key) {

@@ -1,5 +1,5 @@
 // clang-format off
-// Where the sequences of a problem lie: one description, with which every kernel is compiled, as it is with its score policy.
+// Where the sequences of a problem lie. Every kernel is compiled with one such description, as it is with one score policy.
 //
 // A problem has `params.batch` sequences of queries and keys. The plan of a tile records which sequence the tile belongs to,
 // and what `Extents` found about that sequence. All roles read it from the plan, through Extents::Sequence:
@@ -10,30 +10,30 @@
 //   band(), row_band()     which keys its rows see (mask.cuh, pieces.cuh), counted from the starts
 //
 // An Extents is a struct with
-//   has_operands, Operands   what `find` reads beside the parameters that all kernels have (ParamsOf, as for score terms);
-//                            ragged ones of sm90/forward.cuh also have `out_rows` with its strides: out, where rows are
+//   has_operands, Operands   what `find` reads in addition to the parameters of all kernels (ParamsOf, as for score terms).
+//                            Ragged extents of sm90/forward.cuh also have `out_rows` with its strides: out, where rows are
 //                            stored one by one
-//   ragged                   sequences differ: tiles may lie behind the end of a sequence, and rows behind its end belong to
+//   ragged                   sequences differ: tiles may lie past the end of a sequence, and rows past its end belong to
 //                            another
-//   Record                   what a plan stores; empty where the kernel's parameters suffice
+//   Record                   the part of a plan about its sequence; empty where the kernel's parameters suffice
 //   find(params, b)          the Record of sequence b
-//   find_queries(params, b)  the same for kernels that only read queries, and have neither keys nor a band
+//   find_queries(params, b)  the same for kernels that read queries only, and have neither keys nor a band
 //   Sequence(params, record) the accessors above
 //
-// Batched: (batch, heads, seq, dim) tensors; all sequences are alike. The parameters hold everything: plans store nothing
+// Batched: (batch, heads, seq, dim) tensors; all sequences are alike. The parameters hold everything, and plans store nothing
 // more.
 // Mapped: the same, with a list of the tiles that a tile visits (tile_map.cuh): plans count positions in it, and `tile_at`
-// returns the tile at a position. MappedInTurns: lists are in order, and their entries tell which tiles are masked; KV tiles
-// know how many others visit a query tile before them. MappedKeys: all queries see the same keys, so that the band says which
-// query tiles a KV tile visits, and its list only whether there are any and whether they are masked.
-// Those with a KeptSequence (packed rows with their starts in memory, caches with their lengths) have a `find` of their own
-// and Record = SequenceRecord, or one derived from it.
-// Those with a `work_table` (packed.cuh) define which tile a work number means and how many tiles there are, and give the Record
-// along with a tile; their grids may be larger.
+// returns the tile at a position. MappedInTurns: lists are ascending, and their entries tell which tiles are masked; KV tiles
+// know how many others visit a query tile before them. MappedKeys: all queries see the same keys, so the band decides which
+// query tiles a KV tile visits, and its list only decides whether there are any and whether they are masked.
+// Extents with a KeptSequence (packed rows with their starts in memory, caches with their lengths) have a `find` of their own
+// and Record = SequenceRecord, or a type derived from it.
+// Extents with a `work_table` (packed.cuh) define which tile a work number stands for and how many tiles there are, and return
+// the Record together with a tile; their grids may be larger than the number of tiles.
 //
-// Parameters beside these: `q_tiles` and `kv_tiles` are those of the longest sequence; `seq_q` is the number of rows in a
-// batch of the tensors, which determines the layout of lse. Where Extents are ragged:
-//   - a tile that begins behind the end of its sequence touches nothing (`has_rows`);
+// Other parameters: `q_tiles` and `kv_tiles` are those of the longest sequence; `seq_q` is the number of rows in a batch of the
+// tensors, which determines the layout of lse. Where Extents are ragged:
+//   - a tile that begins past the end of its sequence touches nothing (`has_rows`);
 //   - loads of whole tiles may include rows of the next sequence. The band hides their keys, and their values are in partial
 //     tiles, which are scrubbed of inf and NaN;
 //   - stores copy whole boxes only where all rows of the box belong to the sequence; otherwise they go row by row.
@@ -79,8 +79,8 @@ struct Batched {
   };
 };
 
-// What is counted of a list. Lists by queries also say, for each 64 queries of the outer tile,
-// behind which position they see no tile.
+// The numbers that are stored with a list. For each 64 queries of its outer tile, a list by queries
+// also stores the position after which they see no tile.
 enum ListCount : int { full_tiles_of_list, tiles_of_list, own_end_of_list, list_counts = 6 };
 constexpr int list_own_rows = 64, list_own_parts = list_counts - own_end_of_list;
 
@@ -106,8 +106,8 @@ struct Mapped : Batched {
 struct MappedInTurns : Mapped {
   static constexpr bool in_turns = true;
   struct Operands : Mapped::Operands {
-    const int2* tile_turns;  // (lists, q tiles, kv tiles): of those that visit a q tile, the number
-                             // that come before this kv tile, and after it
+    const int2* tile_turns;  // (lists, q tiles, kv tiles): how many of the KV tiles that visit the
+                             // q tile come before this one, and how many after it
   };
 };
 
@@ -138,7 +138,7 @@ __device__ __forceinline__ QueryTiles listed_tiles(const Params& params, int bat
   return {{0, counts[tiles_of_list]}, {0, HasTurns<Extents> ? 0 : counts[full_tiles_of_list]}};
 }
 
-// What the list of a KV tile leaves of the query tiles that the band lets it visit.
+// Restricts the query tiles that the band lets a KV tile visit to those in its list.
 template <HasBandedMap Extents, typename Params>
 __device__ __forceinline__ QueryTiles kept_tiles(const Params& params, int batch, int head,
                                                  int kv_tile, const QueryTiles& banded) {
@@ -149,7 +149,7 @@ __device__ __forceinline__ QueryTiles kept_tiles(const Params& params, int batch
   return banded;
 }
 
-// Behind which position of a list by queries the `part`-th 64 queries of its tile see no tile.
+// In a list by queries: the position after which the `part`-th 64 queries of the tile see no tile.
 template <HasTileMap Extents, typename Params>
 __device__ __forceinline__ int own_end(const Params& params, int batch, int head, int outer,
                                        int part) {
@@ -163,7 +163,7 @@ __device__ __forceinline__ int list_entry(const Params& params, int batch, int h
   return params.tile_lists[Extents::list(params, batch, head, outer) * params.list_room + position];
 }
 
-// The tile at a position of a plan. Without a map positions are tiles.
+// The tile at a position of a plan. Without a map, positions are tiles.
 template <typename Extents, typename Params>
 __device__ __forceinline__ int tile_at(const Params& params, int batch, int head, int outer,
                                        int position) {
@@ -175,7 +175,7 @@ __device__ __forceinline__ int tile_at(const Params& params, int batch, int head
     return position;
 }
 
-// Of the KV tiles that visit a query tile, the number that come before this one, and after it.
+// How many of the KV tiles that visit a query tile come before this one, and how many after it.
 template <HasTurns Extents, typename Params>
 __device__ __forceinline__ int2 turn_of(const Params& params, int batch, int head_kv, int q_tile,
                                         int kv_tile) {
@@ -183,7 +183,7 @@ __device__ __forceinline__ int2 turn_of(const Params& params, int batch, int hea
   return params.tile_turns[(list * params.q_tiles + q_tile) * params.kv_tiles + kv_tile];
 }
 
-// What a plan stores for a sequence that differs from others. Shifts of the band count from the
+// The part of a plan about a sequence that differs from others. Shifts of the band count from the
 // starts.
 struct SequenceRecord {
   int q_start, k_start;
@@ -191,8 +191,8 @@ struct SequenceRecord {
   int first_shift, end_shift;
 };
 
-// The accessors for it: all sequences are in the one batch of their tensors. (packed.cuh has other
-// accessors.)
+// The accessors for a SequenceRecord where all sequences are in the one batch of their tensors.
+// (packed.cuh has other accessors.)
 template <typename Params>
 struct KeptSequence {
   const SequenceRecord& record;
@@ -233,9 +233,9 @@ __device__ __forceinline__ bool has_rows(int begin, int rows) {
   return !Extents::ragged || begin < rows;
 }
 
-// A block of rows of one head, for kernels that only process rows, and its place in scratch memory:
-// `params.rows` rows per head, or per head of each batch. `exists`: the block is not behind all
-// tiles of a work table.
+// A block of rows of one head, for kernels that process rows only, and its place in scratch memory,
+// which has `params.rows` rows per head, or per head of each batch. `exists`: the block is not past
+// all tiles of a work table.
 template <typename Extents>
 struct EdgeBlock {
   int batch, head;
@@ -260,8 +260,7 @@ __device__ __forceinline__ EdgeBlock<Extents> edge_block_at(const Params& params
   }
 }
 
-// The first of a sequence's query rows among the rows of all heads of its tensors, which is the
-// indexing of lse.
+// The index of a sequence's first query row among the rows of all heads of its tensors, as in lse.
 template <typename Params, typename Sequence>
 __device__ __forceinline__ long long first_row_of_head(const Params& params,
                                                        const Sequence& sequence, long long batch,

@@ -1,4 +1,4 @@
-// Finds the piece of work for a number, by a warp.
+// Finds the piece of work that has a given number, with a warp.
 #pragma once
 
 #include "pieces.cuh"
@@ -6,13 +6,13 @@
 namespace tilewise {
 
 // The piece with the number `rank`, where tiles are counted from the last if `from_last`;
-// `steps(tile)` returns the number of steps of a tile. All lanes of a warp must call it: each looks
-// at one of 32 tiles.
+// `steps(tile)` returns the number of steps of a tile. All lanes of a warp must call it: each
+// examines one of 32 tiles.
 template <typename Steps>
 __device__ __forceinline__ Piece find_piece(int rank, int tiles, int limit, bool from_last,
                                             Steps steps) {
   const int lane = threadIdx.x % 32;
-  int before = 0;  // pieces of the tiles looked at so far
+  int before = 0;  // pieces of the tiles examined so far
   for (int begin = 0;; begin += 32) {
     const int at = begin + lane, tile = from_last ? tiles - 1 - at : at;
     const int mine = at < tiles ? piece_count(steps(tile), limit) : 0;

@@ -1,8 +1,8 @@
-// How a thread holds its part of a matrix product, in every kernel: the layout is the same for
-// accumulators of mma.sync and of wgmma.
+// How a thread holds its part of a matrix product, in every kernel: accumulators of mma.sync and of
+// wgmma have the same layout.
 //
-// A fragment is `count` numbers of two rows, r and r + 8 of its warp's sixteen. Element i is in
-// row 8 row_of(i) and column column_of(i), both counted from the thread's first row and column:
+// A fragment is `count` numbers of two rows, r and r + 8 of its warp's sixteen. Element i is in row
+// 8 row_of(i) and column column_of(i), both counted from the thread's first row and column:
 // lane / 4 and 2 (lane % 4).
 #pragma once
 

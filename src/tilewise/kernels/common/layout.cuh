@@ -1,7 +1,7 @@
 // The layout of a 16-bit matrix in shared memory: panels of 64 columns, where each row of a panel
 // has 128 bytes, and the eight 16-byte chunks of a row are permuted by the row number. TMA writes
 // this layout (SWIZZLE_128B) and wgmma reads it; before Hopper, threads write it and ldmatrix reads
-// it. The header has no PTX: a host compiler builds it too.
+// it. This header has no PTX: a host compiler builds it too.
 #pragma once
 
 #include "mask.cuh"

@@ -1,4 +1,4 @@
-// Which queries see which keys, and which tiles remain to be computed.
+// Which queries see which keys, and which tiles have to be computed.
 //
 // Every mask of these kernels is a band: query row r sees the keys
 //     first_key(r) <= k < end_key(r),   first_key(r) = max(0, r + first_shift)

@@ -1,5 +1,5 @@
 // inf and NaN among values: a mask may hide them, and 0 * inf is NaN. Kernels therefore replace
-// them by 0 in the tiles that a mask cuts, and give them back to the rows that do see them.
+// them by 0 in the tiles that a mask cuts, and add them to the rows that do see them.
 #pragma once
 
 #include "mask.cuh"
@@ -20,8 +20,8 @@ __device__ __forceinline__ bool is_nonfinite(ptx::u32 bits) {
   return (bits & 0x7f800000u) == 0x7f800000u;
 }
 
-// Gives a row the inf and NaN among the values of the keys [begin, end): add(key) adds those of one
-// key. Why the loop is not unrolled: it is rarely executed, and the loops of a kernel need the
+// Adds the inf and NaN among the values of the keys [begin, end) to a row: add(key) adds those of
+// one key. Why the loop is not unrolled: it rarely runs, and the loops of a kernel need the
 // registers.
 template <typename Add>
 __device__ __forceinline__ void restore_nonfinite(int begin, int end, Add add) {

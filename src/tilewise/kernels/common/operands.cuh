@@ -1,5 +1,5 @@
-// What a kernel receives beside its own parameters: the operands of its score policy and of its
-// extents.
+// The parameters that a kernel receives in addition to its own: the operands of its score policy
+// and of its extents.
 #pragma once
 
 namespace tilewise {
@@ -22,7 +22,7 @@ struct AllParams<Params, First, Rest...> {
   using Type = typename AllParams<typename ExtendedParams<Params, First>::Type, Rest...>::Type;
 };
 
-// The parameters of a kernel with these parts: its own, then the operands of each part in turn.
+// The parameters of a kernel with these parts: its own, followed by the operands of each part.
 template <typename Params, typename... Parts>
 using ParamsOf = typename AllParams<Params, Parts...>::Type;
 

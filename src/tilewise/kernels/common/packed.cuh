@@ -1,29 +1,29 @@
 // clang-format off
-// Packed sequences: they have different lengths and follow one another in (total, heads, dim) tensors; their offsets are on
+// Packed sequences: they have different lengths and are stored end to end in (total, heads, dim) tensors; their offsets are on
 // the device.
 //
-// Symbols. Sequence b has the query rows [cu_q[b], cu_q[b + 1]) and the keys [cu_k[b], cu_k[b + 1]), b < sequences. Rows
-// behind the last offset form a sequence without keys, number `sequences`, and keys behind it form one without queries, the
-// next number; in this way every row of every result is written. Where the tensors have several batches, each has these
-// sequences, and their numbers continue from batch to batch: number b belongs to batch b / (sequences + 2).
+// Symbols. Sequence b has the query rows [cu_q[b], cu_q[b + 1]) and the keys [cu_k[b], cu_k[b + 1]), b < sequences. Rows past
+// the last offset form a sequence without keys, number `sequences`, and keys past it form one without queries, the next number;
+// in this way every row of every result is written. Where the tensors have several batches, each has these sequences, and their
+// numbers continue from batch to batch: number b belongs to batch b / (sequences + 2).
 //
 //   pack_sequences, with a warp per sequence, runs before the kernels that use its results:
 //   1. record[b] = starts and lengths; whatever the offsets hold, they lie within the tensors, and 0 <= length
 //   2. sequences are ordered by their cost: for a backward by the number of query tiles, then of KV tiles, for a forward the
-//      other way round, and then by their number. before[b] = the number of tiles of all sequences that come before b
+//      other way round; then by their number. before[b] = the number of tiles of all sequences that come before b
 //   3. owner[before[b] + i] = record[b] for its tiles i
-//      In the list by which work is assigned (KV tiles for a backward, query tiles for a forward), sequences with as many tiles
-//      of both kinds form groups, whose tiles are numbered tile by tile: owner[before[group] + i * members + member]
-//   4. owner[i].number = -1 for all i behind the last tile
+//      In the list from which work is assigned (KV tiles for a backward, query tiles for a forward), sequences with equally many
+//      tiles of both kinds form groups, whose tiles are numbered tile by tile: owner[before[group] + i * members + member]
+//   4. owner[i].number = -1 for all i past the last tile
 // Why groups: they are as large as the sections of a batch (schedule.cuh). KV tiles of a head that run side by side wait for
 // one another at its dQ; and if the last sequence alone filled the GPU, its short tiles would end long before the others. A
 // sequence whose heads do not fit into a section forms a group alone.
-// Why a tile has a copy of the record: a CTA that starts has nothing else to do while it waits for memory, and waits once.
+// Why a tile has a copy of the record: a CTA that starts has nothing else to do while it waits for memory, and waits only once.
 // Tiles are numbered without gaps, so their numbers also index scratch memory: total / block + sequences + 2 slots per batch
-// always suffice for offsets that never decrease. For other offsets they may not: tiles beyond the available slots are left
+// always suffice for offsets that never decrease. For other offsets they may not, and tiles beyond the available slots are left
 // out.
 //
-// A grid has a CTA for that many tiles, or loops over those that exist. The work of one sequence is numbered section by
+// A grid has a CTA for each of that many tiles, or loops over those that exist. The work of one sequence is numbered section by
 // section (HeadSections of schedule.cuh); a section is a run of heads whose keys fit in the L2 cache together.
 //
 // There is no shared memory. Cost: batches * sequences^2 / 32 steps, over all warps together.
@@ -40,9 +40,9 @@ struct alignas(16) PackedSequence {
   int k_start, seq_k;
   int first_q_tile, first_kv_tile;
   int batch;
-  int number;          // -1: of a tile that does not exist
+  int number;          // -1 in the entry of a tile that does not exist
   int heads_together;  // per section
-  int tile;            // of an owner: which tile of its sequence this is
+  int tile;            // in an owner: the index of the tile in its sequence
   int unused[2];
 };
 
@@ -52,7 +52,7 @@ struct PackParams {
   const int* used_k;        // null, or (sequences): the number of valid keys of each
   const int* left_k;        // null, or (sequences): how many of these are leading padding
   PackedSequence* records;  // (batches, sequences + 2)
-  // Null, or the owners of all tiles, behind an entry whose number is the number of tiles.
+  // Null, or the owners of all tiles, after an entry whose number is the number of tiles.
   PackedSequence* q_tiles;
   PackedSequence* kv_tiles;
   int batches;
@@ -63,8 +63,8 @@ struct PackParams {
   int block_kv;
   int q_room;         // capacity of q_tiles, in tiles
   int kv_room;        // likewise
-  int heads;          // that work on tiles is divided among
-  int section_keys;   // maximum keys of heads that are worked on together; 0: one unit of heads
+  int heads;          // heads that the work on tiles is divided among
+  int section_keys;   // maximum keys of heads that run together; 0: one unit of heads
   int section_heads;  // the unit: heads that share their keys
 };
 
@@ -83,7 +83,7 @@ __device__ __forceinline__ PackedPlace behind_last(const int* offsets, int seque
   return {start, total - start};
 }
 
-// The number of sequences per batch, including those behind its last offsets.
+// The number of sequences per batch, including the two past its last offsets.
 __device__ __forceinline__ int packed_in_batch(int sequences) { return sequences + 2; }
 
 __device__ __forceinline__ PackedSequence packed_sequence(const PackParams& params, int b) {
@@ -128,7 +128,7 @@ struct PackedNumbers {
   __device__ __forceinline__ bool fit(int room) const { return count == 0 || at(count - 1) < room; }
 };
 
-// A sequence among those with as many tiles.
+// The position of a sequence among those with equally many tiles.
 struct PackedPeers {
   int all, before;
   int members;  // maximum per group
@@ -145,8 +145,8 @@ struct PackedPeers {
   }
 };
 
-// Assigns its tiles to a sequence, as far as there is room, and marks this warp's share of the
-// entries behind all tiles.
+// Assigns its tiles to a sequence, as far as there is room, and writes this warp's share of the
+// entries past all tiles.
 __device__ __forceinline__ void own_tiles(PackedSequence* tiles, int room,
                                           const PackedNumbers& numbers, int all,
                                           const PackedSequence& owner, int warps) {
@@ -219,7 +219,7 @@ struct PackedRecord : SequenceRecord {
   int batch_and_unordered;
 
   __device__ __forceinline__ int batch_of_tensors() const { return batch_and_unordered >> 1; }
-  // Where KV tiles take tickets to add up dQ: true if those of this sequence do not.
+  // Where KV tiles take tickets to add up dQ: true if the tiles of this sequence do not.
   __device__ __forceinline__ bool unordered() const { return batch_and_unordered & 1; }
 };
 
@@ -296,14 +296,14 @@ struct Packed {
   }
 
   // A tile, and its sequence. A sequence that was left out has no tiles, so any tile from 0 on is
-  // behind its end.
+  // past its end.
   struct Work {
     WorkTile tile;
     PackedSequence owner;
 
     __device__ __forceinline__ bool exists() const { return owner.number >= 0; }
   };
-  // For work by query tiles, for `heads` heads: the tile with this number.
+  // For work by query tiles of `heads` heads: the tile with this number.
   template <typename Params>
   static __device__ __forceinline__ Work q_work(const Params& params, int heads, int block_q,
                                                 int longest_first, int work) {

@@ -7,22 +7,22 @@
 
 namespace tilewise {
 
-// The number of pieces of a KV tile that have taken a ticket, and of those that have added to its
-// sums.
+// The number of pieces of a KV tile that have taken a ticket, and the number of those that have
+// added to its sums.
 struct PieceTickets {
   int claimed;
   int added;
 };
 
-// Returns how many of the `pieces` pieces have added, or are about to, before this one; this piece
-// may add when it returns. In order: pieces add by their numbers. Otherwise they add in the order
-// of arrival: the first waits for no other and stores its sums, those after it add to them, and
-// with `last_reads` the last waits for all. One thread calls it; a barrier of all threads that add
-// must follow.
+// Returns how many of the `pieces` pieces have added, or are about to add, before this one; this
+// piece may add when it returns. In order, pieces add by their numbers. Otherwise they add in the
+// order of arrival: the first waits for no other and stores its sums, later pieces add to them, and
+// with `last_reads` the last waits for all others. One thread calls it; a barrier of all threads
+// that add must follow.
 //
 // Why this cannot hang: in order, a piece that is waited for has a smaller work number, so it is
-// already running (work_tickets.cuh). Otherwise it has taken its ticket, and has nothing left to do
-// but to add.
+// already running (work_tickets.cuh). Otherwise it has taken its ticket, and only has to add its
+// sums.
 __device__ __forceinline__ int await_pieces(PieceTickets* tickets, int piece, int pieces,
                                             bool in_order, bool last_reads) {
   const int before = in_order ? piece : ptx::add_relaxed(&tickets->claimed, 1);

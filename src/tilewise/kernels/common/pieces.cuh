@@ -4,7 +4,7 @@
 // the query tiles that see it, for every head of its group. A tile of more than `limit` steps is
 // cut into a remainder and pieces of `limit` steps, which several CTAs work on; they add up dK and
 // dV in float32. Pairs have the same tiles, so they have the same pieces, numbered tile after tile.
-// Why not into equal parts: pieces of different tiles that begin at the same step stay side by
+// Why the parts are not equal: pieces of different tiles that begin at the same step stay side by
 // side, read the same queries, and can take turns at the same dQ. The host chooses the limit
 // (engine/division.py) and counts the pieces by the same rule.
 //
@@ -59,12 +59,12 @@ TILEWISE_INLINE int piece_count(int steps, int limit) {
 
 struct Piece {
   int tile;
-  int index;  // one of `count`
+  int index;  // index among the `count` pieces of the tile
   int count;
 };
 
-// The remainder is the first piece. Why: pieces that add up in their order wait for those before
-// them, and the short piece, which is done early, would wait for all the others.
+// The remainder is the first piece. Why: pieces that add up in order wait for those before them,
+// and the short piece, which is done early, would wait for all the others.
 TILEWISE_INLINE TileRange steps_of_piece(int steps, int limit, const Piece& piece) {
   const int begin = (piece.count - 1 - piece.index) * limit;
   return {begin, min_int(begin + limit, steps)};

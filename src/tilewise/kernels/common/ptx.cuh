@@ -2,8 +2,8 @@
 // the edge by smem_address(). A function has a "memory" clobber exactly when the instruction orders
 // memory for the code around it.
 //
-// This header has what the kernels of both generations use; sm80/ptx.cuh and sm90/ptx.cuh have the
-// rest.
+// This header has the instructions that the kernels of both generations use; sm80/ptx.cuh and
+// sm90/ptx.cuh have the others.
 #pragma once
 
 namespace tilewise::ptx {
@@ -102,7 +102,8 @@ __device__ __forceinline__ u32 pack(float low, float high) {  // ISA: cvt
   return packed;
 }
 
-// Compares the two fp16 numbers in a word: ones where x is not at least y, which includes NaN.
+// Compares the two fp16 numbers in a word: sets all bits of a half where x is not at least y, which
+// includes NaN.
 __device__ __forceinline__ u32 not_at_least(u32 x, u32 y) {  // ISA: set
   u32 ones;
   asm("set.ltu.u32.f16x2 %0, %1, %2;" : "=r"(ones) : "r"(x), "r"(y));

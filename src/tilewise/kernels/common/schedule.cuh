@@ -5,10 +5,10 @@
 // head the fast one, so that with `longest_first` (causal masks) the long tiles of the section come
 // before the short ones, and neighbouring CTAs share the keys of a few heads.
 // Why sections differ by at most one pair: a small last section would begin long tiles when little
-// else is left to do beside them.
+// other work is left.
 //
-// This header has no PTX and no CUDA types: a host compiler also builds it and property-tests it
-// (the numbering is a bijection).
+// This header has no PTX and no CUDA types: a host compiler builds it too, and tests check that the
+// numbering is a bijection.
 #pragma once
 
 #include "mask.cuh"
@@ -47,14 +47,14 @@ struct Schedule {
 };
 
 // The same for the heads of one sequence, where sections have `together` heads each and the last
-// has the rest: the host or another kernel knows that number, so finding a tile takes two
-// divisions.
+// one has the remaining heads: the host or another kernel knows that number, so finding a tile
+// takes two divisions.
 struct HeadSections {
   int heads;
   int tiles;     // of one head
   int together;  // at least 1
 
-  // WorkTile::batch is 0, and tiles are counted from the first. For work behind the end, any tile.
+  // WorkTile::batch is 0, and tiles are counted from the first. For work past the end, any tile.
   TILEWISE_INLINE WorkTile tile(int work) const {
     const int in_section = max_int(1, tiles) * together;
     const int section = work / in_section, rest = work - section * in_section;

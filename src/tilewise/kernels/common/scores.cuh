@@ -1,6 +1,6 @@
 // clang-format off
-// The operations on the scores between the two products: one policy, composed at compile time, for every kernel of the
-// engine: both generations, both directions, 16-bit and float32.
+// The operations on the scores between the two products: one policy, composed at compile time, for every kernel of the engine,
+// of both generations and directions, 16-bit and float32.
 //
 // Symbols. x[i, j]: the accumulator of the product of q_i and k_j; x times `unit` is q_i . k_j. T_1 ... T_n: the terms of
 // Scores<T_1, ..., T_n>, in the order in which they are applied. v_t: a score after T_t; the score in nats is c v_n, where c
@@ -24,30 +24,30 @@
 //      dS_{t-1} = dS_t T_t'(v_{t-1})                                                   slope, before
 //      dQ and dK come from dS_0
 //
-// A term is a struct. It has a constructor and those of the members below that it needs; a kernel has no code for a hook that
+// A term is a struct. It has a constructor and those of the members below that it needs. A kernel has no code for a hook that
 // no term of its policy has, so Scores<> compiles to nothing.
 //
 //   Term(params, unit, at)             Constructs the state of one fragment. `params` are the parameters of the kernel, of any
 //                                      family, with the term's Operands: a term reads what it needs by name. `unit` is 1 for all
-//                                      terms but the first that has `apply`. `at` describes the place of the fragment (NoPlace
-//                                      below lists its members); call only what is needed, since it may cost registers, and
-//                                      nothing that is only needed by a hook that the term does not have.
+//                                      terms but the first that has `apply`. `at` describes the place of the fragment; its members
+//                                      are listed in NoPlace below. Call only those that are needed, since each may cost registers:
+//                                      none that only a hook that the term lacks would use.
 //   struct Once                        State shared by all fragments of a head, made from (params, at); the constructor
 //                                      gets it from once_of(), which returns the kernel's copy or makes a new one.
 //   struct OfRows                      State shared by all fragments of the same rows, made from (params, at) by a whole warp;
 //                                      at.of_rows() returns it in kernels that keep it.
-//   struct Operands                    What the term needs beside the parameters that all kernels have: pointers, strides,
+//   struct Operands                    The parameters that the term needs in addition to those of all kernels: pointers, strides,
 //                                      numbers. The kernel's parameters derive from it (ParamsOf).
-//   static bool uses_head = true       Set if the term asks for the head.
+//   static bool uses_head = true       Set if the term reads the head.
 //   float apply(float v, int i)        Returns v_t of element i from v_{t-1}; -inf hides it. Called once for every i, in
 //                                      ascending order, so that a term may load or draw numbers for several elements at once.
 //   float start_of_row(int r)          For a term whose `apply` adds start_of_row(r) + per_column * column_of(i). If it `bends` in
-//   static float per_column(params, at)  some of its first `count` columns, `apply` adds more there, and `bend` adds that rest.
+//   static float per_column(params, at)  some of its first `count` columns, `apply` adds more there, and `bend` adds the difference.
 //   bool bends(int count)              Kernels that have no other term with `apply` add the line where it costs least. A line
 //   float bend(float v, int i)         that `is_straight` never bends.
 //   bool holds(int count)              For a term that reads a number per element: whether the first `count` exist. The member
 //   bool checks                        `checks` tells `apply` whether it must test each element; where all exist, it need not.
-//   static bool loads_few = true       For such a term, where elements share these numbers: they are loaded all at once.
+//   static bool loads_few = true       Set in such a term if elements share these numbers: they are loaded all at once.
 //   struct Early<count>                The numbers of `count` elements of such a term, as numbers[][2]; at.early() returns them in
 //   void load_early(Early&)            kernels that load them while the scores are being computed. At most one term has them.
 //   bool are_easy(const float (&v)[])  For a term that is the first to change scores: whether this warp's scores allow the shorter
@@ -56,7 +56,7 @@
 //                                      For such a term: the function scale_log2 v_t - base of (v_{t-1}, base, i), in the unit 1, for
 //                                      kernels that have no other term with `apply`.
 //   void hide(float (&v)[], at)        Sets hidden elements to -inf. The plan of the kernel decides which tiles are cut.
-//   struct Ahead<count, rows_are>      What `hide` reads from memory for a fragment; at.ahead() returns it in kernels that load
+//   struct Ahead<count, rows_are>      The data that `hide` reads for a fragment; at.ahead() returns it in kernels that load
 //   void look_ahead(Ahead&, at)        it while the scores are being computed.
 //   static SeenSpans seen_keys(params, batch, begin, end)
 //   static SeenSpans seen_queries(params, batch, begin, end)
@@ -66,7 +66,7 @@
 //                                      span, and treats tiles inside the second as full.
 //   static bool sees(params, batch, head, query, key)
 //                                      For a term that hides: the answer for one pair. Without spans the plan does not know which
-//                                      tiles the term cuts, and treats all as cut (`narrow_tiles` is the place to refine this).
+//                                      tiles the term cuts, and treats all of them as cut (`narrow_tiles` is where to refine this).
 //   void observe(const float (&v)[], float unit)
 //                                      In a forward: v_n of all elements, hidden or not; a score is v_n times `unit` and a factor
 //                                      that the host knows. Elements of rows past the end are included.
@@ -74,14 +74,14 @@
 //   u32 keeps(int i, const u32 (&drawn)[drawn_words])
 //   float kept_weight                  For a term that drops weights; a policy has at most one. `draw` makes the random words of
 //                                      the `block`-th eight elements. `keeps` returns which weights of elements i and i + 1 of that
-//                                      block stay, for even i: ones in the low and the high half of a word. It returns the same
-//                                      for the same query and key in every kernel, whichever of them is the row; all lanes of a
+//                                      block stay, for even i, as ones in the low and the high half of a word. The result for a
+//                                      query and a key is the same in every kernel, whichever of them is the row. All lanes of a
 //                                      warp call it, in ascending order. `kept_weight` is the factor of kept weights.
 //   u32 keeps<true>(int i, const u32 (&drawn)[drawn_words])
-//   u32 exchange(u32 bits)             Where the words of a lane decide about weights of another one, such a term may leave the
-//                                      exchange to the end: this `keeps` is about the weights that the lane's words decide about,
-//                                      and `exchange`, which all lanes of a warp call, makes of their bits those of the lane's own
-//                                      weights, for element i in the low half of a word and for i + 1 in the high half.
+//   u32 exchange(u32 bits)             Where the words of a lane decide about weights of another lane, such a term may leave the
+//                                      exchange to the end: this `keeps` returns bits for the weights that the lane's words decide
+//                                      about, and `exchange`, which all lanes of a warp call, turns them into bits for the lane's
+//                                      own weights, for element i in the low half of a word and for i + 1 in the high half.
 //   float finish_row(float& m, float& l, float log2_unit, int r)
 //                                      For row r of the fragment: l is the sum of 2^(log2_unit (v_n - m)) over its keys; m = -inf
 //                                      and l = 0 where it sees none. Returns the factor by which O is multiplied when m changes.
@@ -92,11 +92,11 @@
 //                                      state. A term with a member `ds_unit` receives it in that unit. Tiles that the mask hides
 //                                      are not visited: a term that stores needs zeros there beforehand.
 //   void gradient(float ds, const Weighed& of_element, int i)
-//                                      The same for a term that also needs what the error of D[i] does to its gradient: see
+//                                      The same for a term that also needs the effect of the error of D[i] on its gradient: see
 //                                      Weighed below.
 //   void end_gradient()                Called after the last element, to add the state to global memory.
 //
-// The terms that read tensors are in terms/. A further kind would be:
+// The terms that read tensors are in terms/. One more kind is possible:
 //   a function    apply and slope, from its trace; `slope` in terms of the result. If it cannot be expressed so, the kernels
 //                 would have to keep the argument
 //
@@ -131,14 +131,15 @@ struct NoPlace {
   __device__ RowBand row_band() const;
 };
 
-// The place of a head, known before any fragment.
+// The head of a place, which is known before any fragment is.
 struct HeadPlace {
   int batch_index, head_index;
 
   __device__ __forceinline__ int batch() const { return batch_index; }
   __device__ __forceinline__ int head() const { return head_index; }
 };
-// Space in shared memory for what terms make once per head, where a separate role makes it.
+// Space in shared memory for the data that terms compute once per head, where a separate role
+// computes it.
 struct alignas(4) OnceRoom {
   ptx::u32 words[8];
 
@@ -165,7 +166,7 @@ struct Elements {
   }
 };
 
-// What terms leave visible to several queries, or to several keys: keys, or queries, [begin, end).
+// What terms leave visible to several queries: keys [begin, end); or to several keys: queries.
 struct Span {
   int begin, end;
 
@@ -174,11 +175,11 @@ struct Span {
   }
 };
 struct SeenSpans {
-  Span some;  // seen by at least one of them; a hull
-  Span all;   // seen by every one; may end before it begins
+  Span some;  // visible to at least one of them; a hull
+  Span all;   // visible to every one; may end before it begins
 };
 
-// dS_n of an element, and P times the slopes of the terms behind the one that receives it. Why: an
+// dS_n of an element, and P times the slopes of the terms after the one that receives it. Why: an
 // error e of D[i] changes every dS_n of the row by -P e, and dS_t by -e times that product.
 struct Weighed {
   float ds, p;
@@ -197,8 +198,8 @@ enum class Precision { fast, precise };
 
 // factor * tanh(y) for |y| < 1/2 and y = x unit / 4, as an odd polynomial of x whose coefficients
 // include both factors. Its relative error is 6e-7: a weight e^s with |s| < 15 changes by less than
-// 2% of what its rounding to fp16 may change, and 0.5% of that of bf16. A polynomial of degree 5
-// would have 2.5e-5, which is as much as the rounding to fp16.
+// 2% of the error that its rounding to fp16 may cause, and by 0.5% of that of bf16. A polynomial of
+// degree 5 would have 2.5e-5, which is as much as the rounding to fp16.
 struct SmallTanh {
   float first, third, fifth, seventh;
 
@@ -232,15 +233,15 @@ struct Softcap {
     if (easy) return x * SmallTanh(in * quarters, 1.0f).over(x);
     return fmaf(-2.0f, ptx::rcp(1.0f + ptx::ex2(x * in)), 1.0f);
   }
-  // Whether |y| < 1/2 for all x. Why sums of squares: the unit of maxima has half the rate of the
-  // unit that multiplies. Invariant: the numbers of a sum are of one row, because a maximum ignores
-  // NaN; a row that has one is NaN in any case.
+  // Whether |y| < 1/2 for all x. Why sums of squares: the unit that computes maxima has half the
+  // rate of the unit that multiplies. Invariant: the numbers of a sum are of one row, because a
+  // maximum ignores NaN; a row that has one is NaN in any case.
   template <int count>
   __device__ __forceinline__ bool are_easy(const float (&x)[count]) const
     requires(precision == Precision::fast)
   {
     const float unit = in * quarters;
-    // Beyond these bounds coefficients would leave the range of float.
+    // Beyond these bounds, coefficients would leave the range of float.
     const bool in_range = fabsf(unit) > 0x1p-16f && fabsf(unit) < 0x1p16f;
     const float bound = in_range ? 4.0f * ptx::rcp(unit * unit) : 0.0f;
     float top[2] = {0.0f, 0.0f};
@@ -295,8 +296,8 @@ __device__ __forceinline__ void hide_outside(float (&v)[count], int r, int first
   }
 }
 
-// What the band leaves visible to a row: keys, or queries; a key that does not exist is seen by
-// none.
+// The keys or queries that the band leaves visible to a row. A key that does not exist is visible
+// to none.
 template <typename At>
 __device__ __forceinline__ Span in_band(const At& at, int row) {
   if constexpr (At::rows_are == RowsAre::queries) {
@@ -414,8 +415,8 @@ __device__ __forceinline__ float value_of_weight(float p, float lse_log2,
   return (ptx::lg2(p) + lse_log2) * inverse_scale_log2;
 }
 
-// The number of elements for which a term that reads a number per element loads them ahead of their
-// use: all or, where rows are keys and each number has its own address, as many as the remaining
+// The number of elements for which a term that reads a number per element loads them in advance:
+// all or, where rows are keys and each number has its own address, as many as the remaining
 // registers allow.
 template <typename At, int count>
 constexpr int loaded_at_once = At::rows_are == RowsAre::queries || count < 16 ? count : 16;
@@ -626,7 +627,7 @@ struct EarlyOf<Term, count> {
   using Type = typename Term::template Early<count>;
 };
 
-// A term's Once: the kernel's copy, or made here.
+// A term's Once: the kernel's copy, or one that is made here.
 template <typename Once, typename Params, typename At>
 __device__ __forceinline__ Once once_of(const Params& params, const At& at) {
   if constexpr (requires { at.once(); })
@@ -643,10 +644,10 @@ struct Line {
 
 template <typename... Terms>
 struct Scores {
-  // Whether the softmax gets values other than the products, which then have no unit.
+  // Whether the softmax gets values other than the products. Such values have no unit.
   static constexpr bool transforms = (HasApply<Terms> || ...);
-  // Whether these values are the products plus a line: `line` and `bend` then do all that `apply`
-  // does.
+  // Whether these values are the products plus a line: then `line` and `bend` together do all that
+  // `apply` does.
   static constexpr bool adds_line = (HasLine<Terms> || ...) && (0 + ... + HasApply<Terms>) == 1;
   static constexpr bool adds_straight_line = adds_line && (HasStraightLine<Terms> || ...);
   static constexpr bool hides_by_data = (HidesByData<Terms> || ...);
@@ -654,7 +655,7 @@ struct Scores {
   static constexpr bool drops = (HasKeeps<Terms> || ...);
   static_assert((HasKeeps<Terms> + ... + 0) <= 1, "two terms would need words of their own");
   static constexpr bool looks_ahead = (HasAhead<Terms> || ...);
-  // Where rows are keys; a term may know by its OfRows all that it would look for.
+  // Where rows are keys, a term may hold in its OfRows all that it would look up.
   static constexpr bool looks_ahead_by_keys = (LooksAheadByKeys<Terms> || ...);
   static constexpr bool loads_early = (HasEarly<Terms> || ...);
   static_assert((HasEarly<Terms> + ... + 0) <= 1, "two terms would need numbers of their own");
@@ -667,14 +668,14 @@ struct Scores {
   static_assert(leads_back<Terms...>, "a term behind one that has a slope needs `before`");
 
   struct Operands : OperandsOf<Terms>::Type... {};
-  // For a work tile; the default-constructed one is never used.
+  // For a work tile. A default-constructed one is never used.
   struct Once : OnceOf<Terms>::Type... {
     Once() = default;
     template <typename Params, typename At>
     __device__ __forceinline__ Once(const Params& params, const At& at)
         : OnceOf<Terms>::Type(params, at)... {}
   };
-  // For the rows of a warp; the default-constructed one is never used.
+  // For the rows of a warp. A default-constructed one is never used.
   struct OfRows : OfRowsOf<Terms>::Type... {
     OfRows() = default;
     template <typename Params, typename At>
@@ -690,7 +691,7 @@ struct Scores {
   template <int count>
   struct Early : EarlyOf<Terms, count>::Type... {};
 
-  // Runs before step 1. `checks`: not all numbers exist, or their places must be computed one by
+  // Runs before step 1. `checks`: not all numbers exist, or their addresses must be computed one by
   // one.
   template <int count, typename Params, typename At>
   static __device__ __forceinline__ bool holds_early(const Params& params, const At& at) {
@@ -702,15 +703,15 @@ struct Scores {
     (load_early_by<Terms, checks>(early, params, at), ...);
   }
 
-  // Whether scores may be easy. Why not where `holds` is asked: the code would be instantiated four
-  // times.
+  // Whether scores may be easy. Why not in policies that have `holds`: the code would be
+  // instantiated four times.
   static constexpr bool has_easy = TermChain<Terms...>::has_easy && !TermChain<Terms...>::has_holds;
   template <int count, typename Params, typename At>
   static __device__ __forceinline__ bool are_easy(const float (&v)[count], const Params& params,
                                                   const Unit& unit, const At& at) {
     return TermChain<Terms...>(params, unit, at).are_easy(v);
   }
-  // Whether `exponents` does all that step 1 does, and the scaling of step 3.
+  // Whether `exponents` does everything that step 1 does, and the scaling of step 3.
   static constexpr bool has_exponents = has_easy && !observes && (0 + ... + HasApply<Terms>) == 1;
   template <bool easy, typename Params>
   static __device__ __forceinline__ auto exponents(const Params& params) {
@@ -720,7 +721,7 @@ struct Scores {
       return 0;
   }
 
-  // Step 1, for scores that are all easy or may not be.
+  // Step 1, where `easy` means that all scores are easy.
   template <bool easy = false, int count, typename Params, typename At>
   static __device__ __forceinline__ void apply(float (&v)[count], const Params& params,
                                                const Unit& unit, const At& at) {
@@ -861,7 +862,7 @@ struct Scores {
     (narrow_keys<Terms>(params, batch, begin, end, keys), ...);
     return keys;
   }
-  // The queries that they leave visible to keys [begin, end).
+  // The queries that those terms leave visible to keys [begin, end).
   template <typename Params>
   static __device__ __forceinline__ SeenSpans seen_queries(const Params& params, int batch,
                                                            int begin, int end) {
@@ -878,7 +879,7 @@ struct Scores {
 #pragma unroll
     for (int block = 0; block < blocks; ++block) terms.draw(block, drawn[block]);
   }
-  // Draws them as they are needed, and tells which weights stay.
+  // Draws the words as they are needed, and returns which weights stay.
   struct Drawing {
     TermChain<Terms...> terms;
     ptx::u32 drawn[drawn_words];
@@ -997,14 +998,14 @@ struct Scores {
 
 // --- how terms that hide narrow the tiles of a plan ---
 
-// Of the KV tiles that queries [row_begin, row_end) of a batch touch, keeps those in which some key
-// is visible, and finds those that need no hiding.
+// From the KV tiles that queries [row_begin, row_end) of a batch touch, keeps those in which some
+// key is visible, and finds those that need no hiding.
 template <typename Policy, typename Params>
 __device__ __forceinline__ void narrow_tiles(const Params& params, int batch, int row_begin,
                                              int row_end, int block_kv, TileRange& touched,
                                              TileRange& full) {
   if constexpr (Policy::hides_by_span) {
-    if (touched.empty()) return;  // there may be no queries to ask about
+    if (touched.empty()) return;  // there may be no queries to check
     const SeenSpans keys = Policy::seen_keys(params, batch, row_begin, row_end);
     touched = {max_int(touched.begin, keys.some.begin / block_kv),
                min_int(touched.end, ceil_div(keys.some.end, block_kv))};
@@ -1016,12 +1017,12 @@ __device__ __forceinline__ void narrow_tiles(const Params& params, int batch, in
   if constexpr (Policy::hides_by_data) full = {touched.begin, touched.begin};
 }
 
-// Of the query tiles that touch a KV tile, finds those that it visits, and those that need no
+// Among the query tiles that touch a KV tile, finds those that it visits, and those that need no
 // hiding. With `leaves_out`, it visits those in which a query may see a key, according to the
-// bounds of its first and its last key; otherwise all that the band leaves, since other code counts
-// on them. A query tile is visited by the KV tiles that touch the keys between the bounds of its
-// first and its last row (`visiting_tiles`). Both rules give the same pairs of tiles, because no
-// bound decreases.
+// bounds of its first and its last key; otherwise it visits all that the band leaves, since other
+// code counts on them. A query tile is visited by the KV tiles that touch the keys between the
+// bounds of its first and its last row (`visiting_tiles`). Both rules give the same pairs of tiles,
+// because no bound decreases.
 template <typename Policy, typename Params>
 __device__ __forceinline__ void narrow_query_tiles(const Params& params, int batch, int kv_tile,
                                                    int block_q, int block_kv, bool leaves_out,
@@ -1045,8 +1046,8 @@ __device__ __forceinline__ void narrow_query_tiles(const Params& params, int bat
   if constexpr (Policy::hides_by_data) tiles.full = {0, 0};
 }
 
-// Of the KV tiles that the band leaves to queries [row_begin, row_end) of a batch, those that visit
-// these queries where tiles are left out.
+// Where tiles are left out: the KV tiles that visit queries [row_begin, row_end) of a batch, among
+// those that the band leaves to them.
 template <typename Policy, typename Params>
 __device__ __forceinline__ TileRange visiting_tiles(const Params& params, int batch, int row_begin,
                                                     int row_end, int block_kv, TileRange tiles) {

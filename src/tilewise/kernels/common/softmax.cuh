@@ -6,8 +6,8 @@
 // and per thread:  blocks     the number of blocks added up so far
 //
 // exact_block() is the classical step: the reference becomes the true maximum. lazy_block() keeps the reference and only adds
-// up. A lazy block is good if no thread's sum of it exceeds heavy_block(keys) times the mean of the thread's sums of the
-// n previous blocks, or sqrt(n) times it (and p cannot overflow 16 bits); otherwise raise() brings the reference up to the
+// up. A lazy block is good if no thread's sum of it exceeds heavy_block(keys) times the mean of the thread's sums of the n
+// previous blocks, or sqrt(n) times it (and p cannot overflow 16 bits); otherwise raise() brings the reference up to the
 // maximum.
 // Why that rule: against a reference that is not the maximum, the largest p is not exactly 1, so its rounding to 16 bits is
 // noticeable when it dominates its row. A key that dominates a row makes its block heavier than others. With a running
@@ -76,9 +76,9 @@ __device__ __forceinline__ void row_maxima(const float (&s)[count], float (&top)
   for (int r = 0; r < 2; ++r) top[r] = quad_max(fmaf(top[r], scale_log2, starts.start[r]));
 }
 
-// The largest weights, all of which are finite. Why as integers, which have the same order where
-// none is negative: there is an instruction for the largest of three. Only kernels that often need
-// these maxima use it: in others the assembler pays for it with moves in the loop.
+// The largest weights, all of which are finite. Why as integers, whose order is the same where none
+// is negative: there is an instruction for the largest of three. Only kernels that often need these
+// maxima use it: in others the assembler pays for it with moves in the loop.
 template <int count>
 __device__ __forceinline__ void largest_weights(const float (&p)[count], float (&top)[2]) {
   static_assert(count % 8 == 0);
@@ -198,14 +198,15 @@ struct Softmax {
     return block[0] <= fminf(share * sum[0], lazy_bound) &&
            block[1] <= fminf(share * sum[1], lazy_bound);
   }
-  // How large a part of the sums of `blocks` blocks a further one of `keys` keys may be.
+  // The largest share of the sums of `blocks` blocks that one more block of `keys` keys may have.
   static __device__ __forceinline__ float max_share(int keys, float blocks) {
     const float root = ptx::rsqrt(blocks);
     return root * fmaxf(heavy_block(keys) * root, 1.0f);
   }
 
-  // p (finite) -> p against its own row maximum where that exceeds the reference. Why all rows of a
-  // warp, where one has a block that is not good: the others become more exact too.
+  // p (finite) -> p relative to its own row maximum, where that exceeds the reference. Why this
+  // covers all rows of a warp where one row has a block that is not good: the others become more
+  // exact too.
   template <bool by_threes = false, int count>
   __device__ __forceinline__ void raise(float (&p)[count], float (&block)[2], float (&alpha)[2]) {
     float top[2];

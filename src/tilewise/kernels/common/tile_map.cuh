@@ -2,9 +2,9 @@
 // The tile map of a boolean mask: which tiles of scores a kernel visits, and which of those it masks.
 //
 // Symbols. keep[b, h, i, j]: whether query i may see key j; a byte, with any strides, 0 where it is broadcast. A plane is the
-// part of keep for one (b, h) that it distinguishes. A cell is 64 queries by 16 keys. A tile smaller than a cell is
-// classified by its cells: it may be visited or masked unnecessarily, but never missed. The band is that of the mask that is
-// used with it (mask.cuh): causal, a window, or all.
+// part of keep for one (b, h) that it distinguishes. A cell is 64 queries by 16 keys. A tile smaller than a cell is classified
+// by its cells: it may be visited or masked unnecessarily, but is never missed. The band is that of the mask that the map is
+// used with (mask.cuh): causal, a window, or all.
 //
 //   mark_cells, which reads the mask once, whatever kernels follow
 //   1. any[p, r, c], all[p, r, c] over the queries and keys of the cell that exist; 32 cells of a row in a word of each
@@ -15,19 +15,19 @@
 //   4. touched = the tiles that the band touches and in which some cell has `any`
 //   5. full = those of them that the band leaves whole and in which every cell has `all`
 //   6. tiles[list][0 .. full_count) = the full ones, tiles[list][full_count .. count) = the others, both ascending; or in
-//      order: all ascending, with the sign bit set where one is not full. Beside their numbers, for each 64 queries of a query
-//      tile: behind which position none of the tiles is seen by them
+//      order: all ascending, with the sign bit set where one is not full. The two counts are stored,
+//      together with the position after which each 64 queries of a query tile see no tile
 //   count_turns, for backwards in which KV tiles take turns at a dQ; one warp per query tile
 //   7. turns[list][q tile][kv tile] = the number of KV tiles that visit the query tile before this one, and after it
 // A kernel walks a list from its end, as it walks a range of tiles: first the tiles that it masks, then the full ones. The
 // forward of sm90 begins with the full ones (kv_tile_of in sm90/producer.cuh).
-// Planes of several heads may share a list (a backward has one per KV head), which is then the union of theirs.
+// Planes of several heads may share a list (a backward has one per KV head), which is then the union of their lists.
 //
 // All kernels have 4 warps per CTA and no shared memory. mark_cells uses a warp per 64 queries by 512 keys, 16 keys per lane;
 // a lane has the loads of eight queries in flight, or of four where their rows begin anywhere. turn_bits uses a warp per 128
 // queries by 64 keys, so that a lane stores 16 bytes.
 //
-// Each kernel may be launched before the one ahead of it has ended, and computes what does not depend on that one's results
+// Each kernel may be launched before the previous one has ended, and computes everything that does not depend on its results
 // before it waits. docs/kernels/terms.md has the figures.
 // clang-format on
 #pragma once
@@ -41,12 +41,12 @@ namespace tilewise {
 
 constexpr int cell_rows = 64, cell_keys = 16;
 constexpr int map_warps = 4;
-constexpr int rows_at_once = 8;                     // whose loads are in flight together
+constexpr int rows_at_once = 8;                     // rows whose loads are in flight together
 constexpr int turned_rows = 128, turned_keys = 64;  // per warp
 
 static_assert(cell_rows == list_own_rows);
 
-// 32 cells beside one another, a bit each.
+// 32 adjacent cells, with one bit for each.
 struct alignas(8) Cells {
   unsigned any, all;
 };
@@ -57,7 +57,7 @@ struct MarkParams {
   Cells* cells;    // (planes, row_blocks, words of row_cells)
   unsigned* bits;  // (planes, lines, line_words)
   int lines, line_words;
-  int heads;  // planes of one batch
+  int heads;  // planes per batch
   int planes;
   int seq_q, seq_k;
   int row_blocks;
@@ -89,8 +89,8 @@ struct ListParams {
 // The index of this warp in the grid.
 __device__ __forceinline__ int map_item() { return blockIdx.x * map_warps + threadIdx.x / 32; }
 
-// For the kernels that read cells or bits. What follows in the stream, another of them or the
-// kernel that goes by the map, may then begin: it waits likewise before it reads. Why only then,
+// For the kernels that read cells or bits. The next kernel in the stream, which is another of them
+// or the kernel that uses the map, may then begin; it also waits before it reads. Why only then,
 // and why mark_cells does not allow it at all: CTAs that wait would take the places of those that
 // read the mask.
 __device__ __forceinline__ void follow_in_stream() {
@@ -112,7 +112,7 @@ __device__ __forceinline__ unsigned sixteen_bits(uint4 bytes) {
   return __byte_perm(eight_bits(bytes.x, bytes.y), eight_bits(bytes.z, bytes.w), 0x7373) & 0xffffu;
 }
 
-// What is known of a cell so far.
+// The marks of a cell so far.
 struct CellMarks {
   unsigned any = 0, all = 0xffffu;  // a bit per key
 
@@ -122,7 +122,7 @@ struct CellMarks {
   }
 };
 
-// 16 adjacent bytes at any address, by the aligned words that hold them.
+// Reads 16 adjacent bytes at any address, through the aligned words that hold them.
 __device__ __forceinline__ uint4 bytes_at(const unsigned char* at) {
   const unsigned beyond = static_cast<unsigned>(reinterpret_cast<long long>(at)) % 4;
   const unsigned* from = reinterpret_cast<const unsigned*>(at - beyond);
@@ -135,7 +135,8 @@ __device__ __forceinline__ uint4 bytes_at(const unsigned char* at) {
   return uint4{found[0], found[1], found[2], found[3]};
 }
 
-// `first` and `second` of two lanes: the lower one gets `first` of both, the upper one `second`.
+// Two lanes exchange their `first` and `second`: the lower one gets both of `first`, the upper one
+// both of `second`.
 struct OfLanes {
   unsigned lower, upper;
 };
@@ -145,9 +146,9 @@ __device__ __forceinline__ OfLanes exchanged(unsigned first, unsigned second, in
   return is_upper ? OfLanes{got, second} : OfLanes{first, got};
 }
 
-// Eight lanes beside one another have 16 bits of each of eight lines; lane i gets those of line i.
+// Eight adjacent lanes have 16 bits of each of eight lines; lane i gets those of line i.
 __device__ __forceinline__ uint4 bits_of_line(const unsigned (&kept)[8]) {
-  unsigned pairs[4];  // of lines
+  unsigned pairs[4];  // pairs of lines
 #pragma unroll
   for (int i = 0; i < 4; ++i) pairs[i] = kept[2 * i] | kept[2 * i + 1] << 16;
   const OfLanes even = exchanged(pairs[0], pairs[2], 4), odd = exchanged(pairs[1], pairs[3], 4);
@@ -170,8 +171,8 @@ struct Lines {
     unsigned* line = first + static_cast<long long>(row) * words;
     reinterpret_cast<unsigned short*>(line)[cell] = static_cast<unsigned short>(kept);
   }
-  // Eight rows from `row` on, of whole cells in all lanes: 16 bytes per lane, so that two lanes
-  // fill a sector of the L2 cache.
+  // Stores eight rows from `row` on, where all lanes have whole cells: 16 bytes per lane, so that
+  // two lanes fill a sector of the L2 cache.
   __device__ __forceinline__ void store_turned(int row, const unsigned (&kept)[8]) const {
     const int lane = threadIdx.x % 32;
     unsigned* line = first + static_cast<long long>(row + lane % 8) * words;
@@ -179,9 +180,9 @@ struct Lines {
   }
 };
 
-// Marks the cell of `rows` rows, of which `load` gives sixteen bytes each, and stores their bits;
-// `turned`: by Lines::store_turned. The rows of the next iteration are in flight while those of
-// this one are processed. Behind the end the last row is read again. Why no __ldg: the assembler
+// Marks the cell of `rows` rows, of which `load` returns sixteen bytes each, and stores their bits;
+// `turned`: with Lines::store_turned. The rows of the next iteration are in flight while those of
+// this one are processed. Past the end, the last row is read again. Why not __ldg: the assembler
 // would sink such a load to its use; these loads stay before the stores of their iteration.
 template <int at_once, bool turned = false, typename Load>
 __device__ __forceinline__ void mark_rows(const Load& load, const Lines& lines, int rows,
@@ -224,7 +225,7 @@ __device__ __forceinline__ void mark_cells(const MarkParams& params) {
   const int first_key = cell * cell_keys, keys_left = params.seq_k - first_key;
   const bool whole = keys_left >= cell_keys;  // why not of a clamped number: see mask.cuh
   const int first_row = row_block * cell_rows;
-  // Rows that are all the same are read once, and have one line.
+  // If all rows are the same, one row is read, and there is one line.
   const int rows = params.row_stride == 0 ? 1 : min_int(cell_rows, params.seq_q - first_row);
   const unsigned char* at = params.keep + plane / params.heads * params.batch_stride +
                             plane % params.heads * params.head_stride +
@@ -238,8 +239,8 @@ __device__ __forceinline__ void mark_cells(const MarkParams& params) {
   };
   CellMarks marks;
   ptx::wait_for_previous_grid();
-  // How 16 keys can be read is the same for a whole mask, so the branches are uniform but for the
-  // last keys of a row.
+  // How 16 keys can be read is the same for a whole mask, so the branches are uniform except for
+  // the last keys of a row.
   const long long steps = params.batch_stride | params.head_stride | params.row_stride |
                           reinterpret_cast<long long>(params.keep);
   const bool aligned = params.key_stride == 1 && steps % 16 == 0;
@@ -273,7 +274,7 @@ __device__ __forceinline__ void mark_cells(const MarkParams& params) {
 }
 
 // Each lane's word is a row of bits; returns this lane's column of them. Each of five steps swaps
-// the two squares beside the diagonal, and the next step works on squares of half the size.
+// the two squares off the diagonal, and the next step works on squares of half the size.
 __device__ __forceinline__ unsigned turned_square(unsigned word) {
   const int lane = threadIdx.x % 32;
   unsigned low = 0xffffu;  // columns in the first half of a square
@@ -318,13 +319,13 @@ __device__ __forceinline__ void turn_bits(const TurnParams& params) {
   }
 }
 
-// What the cells of one tile say together.
+// The combined marks of the cells of one tile.
 struct TileMarks {
   bool all;
   unsigned rows;  // of cells, a bit each: whether any of the row's has `any`
 };
 
-// A tile has at most 31 cells in a row. They lie in one word or in two.
+// A tile has at most 31 cells in a row, which lie in one word or in two.
 __device__ __forceinline__ TileMarks cells_of_tile(const ListParams& params, int list, int q_tile,
                                                    int kv_tile) {
   const int row = q_tile * params.block_q, key = kv_tile * params.block_kv;
@@ -358,7 +359,8 @@ __device__ __forceinline__ TileMarks cells_of_tile(const ListParams& params, int
   return found;
 }
 
-// The tiles of the other side that the band lets a tile touch, and those that it leaves whole.
+// The tiles of the other side that a tile touches according to the band, and those that the band
+// leaves whole.
 template <bool by_keys>
 __device__ __forceinline__ QueryTiles banded_tiles(const ListParams& params, int outer) {
   if constexpr (by_keys) {
@@ -372,7 +374,7 @@ __device__ __forceinline__ QueryTiles banded_tiles(const ListParams& params, int
   }
 }
 
-// The KV tiles of which the band lets the 64 queries from `row` on see some.
+// The KV tiles of which the 64 queries from `row` on see some keys, according to the band.
 __device__ __forceinline__ TileRange own_range(const ListParams& params, int row) {
   const Band band{params.band_first_shift, params.band_end_shift, params.seq_k};
   if (row >= params.seq_q) return {0, 0};

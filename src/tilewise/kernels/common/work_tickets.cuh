@@ -10,9 +10,9 @@ namespace tilewise {
 //
 // Why tickets: a CTA that waits for work with smaller numbers must know that other CTAs are already
 // running it, and blocks are not guaranteed to start in the order of their indices. With tickets,
-// work with a smaller number belongs to a CTA that has started earlier, and so does the work that
-// this CTA waits for in turn. Therefore, among all CTAs that have not ended, the one with the
-// smallest number waits for none.
+// work with a smaller number belongs to a CTA that has started earlier, and so does any work that
+// this one waits for. Therefore, among all CTAs that have not ended, the one with the smallest
+// number waits for none.
 __device__ __forceinline__ int take_work(int* tickets) {
   int work = blockIdx.x;
   if (tickets != nullptr) {

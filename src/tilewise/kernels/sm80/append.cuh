@@ -1,6 +1,6 @@
 // clang-format off
-// This kernel runs before attention to a cache. It writes new keys and values into the cache, with rotary embedding applied
-// to the keys, and rotates the queries that go with them.
+// This kernel runs before attention on a cache. It writes new keys and values into the cache, with rotary embedding applied to
+// the keys, and rotates the queries that go with them.
 //
 // Symbols. Sequence b has length_b places in use; its new key i, i < new_keys, goes to place p = length_b + i. r: the number
 // of columns that are rotated; x' = x for columns from r on. Pairs of columns are (2 j, 2 j + 1) if `interleaved`, else
@@ -13,8 +13,8 @@
 //   3. lengths_after_b = min(length_b + new_keys, capacity)
 //
 // Roles. Each warp handles a row of one head, of k, of v, or of q; a lane has columns lane, lane + 32, ... There is no shared
-// memory and there are no barriers: rows are read from one tensor and written to another. The kernel moves few bytes: its
-// launch dominates its time.
+// memory and there are no barriers: rows are read from one tensor and written to another. The kernel moves few bytes, so that
+// its launch dominates its time.
 // clang-format on
 #pragma once
 

@@ -16,12 +16,12 @@
 //   8. dQ += round16(dS) K                summed over KV tiles in global memory, float32
 //   9. dK += round16(dS)^T Q
 //  10. dK = scale dK; dK and dV to global memory, rounded
-// preprocess makes the row terms of 4 and 6 and zeroes the sums of dQ; postprocess scales and rounds them
+// preprocess computes the row terms of 4 and 6 and zeroes the sums of dQ; postprocess scales and rounds them
 // (backward_edges.cuh). Step 8 is left out where dQ is not wanted, and steps 7, 9 and 10 where neither dK nor dV is.
 //
 // Pieces. KV tiles that are few, long or unequal are cut into pieces (common/pieces.cuh), one CTA each. The first piece of a
-// tile that is done stores its dK and dV as float32, those after it add theirs, and the last one adds the stored sums to its
-// own before step 10. They do so in the order of arrival or, if gradients are to be deterministic, by their numbers
+// tile that is done stores its dK and dV as float32, later pieces add theirs, and the last one adds the stored sums to its own
+// before step 10. They do so in the order of arrival or, if gradients are to be deterministic, by their numbers
 // (common/piece_tickets.cuh).
 //
 // Roles. All warps do the same work. Each of the five products is divided over the warps in its own grid, as square as
@@ -36,8 +36,8 @@
 //           two stages so are its Q and dO, which the copies for the next step then overwrite
 //   middle  P and dS are written
 //   after   (one stage) Q and dO are read; the copies for the next step overwrite them
-// Deterministic sums: KV tiles add to a query tile's dQ in the order of their keys. A counter per query tile counts the
-// tickets that were served; a barrier follows the wait for it, and another precedes the increment.
+// Deterministic sums: KV tiles add to a query tile's dQ in the order of their keys. A counter per query tile counts the tickets
+// that have been served; a barrier follows the wait for it, and another precedes the increment.
 //
 // Registers per thread: S and dP block_q * block_kv / threads each, dK and dV block_kv * (d + dv) /
 // threads, dQ block_q * d / threads when S and dP are no longer live.
@@ -56,7 +56,7 @@ struct Backward {
   static constexpr int block_q = config.block_q, block_kv = config.block_kv;
   static constexpr int threads = config.threads();
   static constexpr bool bf16 = config.bf16;
-  // A warp's share of each product, in blocks of 16: S and dP, dK and dV, dQ.
+  // A warp's share of each product, in blocks of 16: S and dP; dK and dV; dQ.
   static constexpr int score_blocks = block_q / config.score_rows / 16;
   static constexpr int score_columns = block_kv / (config.warps / config.score_rows) / 16;
   static constexpr int key_blocks = block_kv / config.key_rows / 16;
@@ -74,7 +74,8 @@ struct Backward {
   BackwardSmem<config, Extents>& smem;
   // Why in shared memory: the products need the registers.
   const BackwardPlan<Extents>& plan = smem.plan;
-  // Where several CTAs share the registers, it is recomputed each time, to free a register.
+  // Where several CTAs share the registers, the lane is recomputed at every use, to free a
+  // register.
   struct Lane {
     __device__ __forceinline__ operator int() const {
       return (config.ctas_per_sm > 1 ? ptx::thread_again() : threadIdx.x) % 32;
@@ -139,8 +140,8 @@ struct Backward {
                        16);
   }
 
-  // The place of a block of 16 rows of this warp's scores; the warp's scores begin at `first_row`
-  // and `first_column` of the tile.
+  // Where a block of 16 rows of this warp's scores lies (`at` in common/scores.cuh). The warp's
+  // scores begin at `first_row` and `first_column` of the tile.
   struct Place {
     static constexpr RowsAre rows_are = RowsAre::queries;
     const Backward& kernel;
@@ -157,7 +158,7 @@ struct Backward {
     __device__ __forceinline__ Band band() const { return kernel.sequence().band(); }
     __device__ __forceinline__ RowBand row_band() const { return kernel.sequence().row_band(); }
   };
-  // The same with the column computed once for all blocks.
+  // The same, with the column computed once for all blocks.
   struct PlaceInColumn : Place {
     const int known_column;
     __device__ __forceinline__ int column() const { return known_column; }
@@ -238,8 +239,9 @@ struct Backward {
     store_scores(dp, ptx::smem_address(smem.ds), first_row, first_column);
   }
 
-  // Waits for the KV tiles before this one to have added to the step's dQ. Why this cannot hang:
-  // the awaited work has a smaller number, so it is already running (common/work_tickets.cuh).
+  // Waits until the KV tiles before this one have added to the step's dQ. Why this cannot hang: the
+  // work that is waited for has a smaller number, so it is already running
+  // (common/work_tickets.cuh).
   __device__ __forceinline__ void await_ticket() {
     if ((HasTileMap<Extents> && !HasTurns<Extents>) || params.dq_tickets == nullptr) return;
     if (threadIdx.x == 0) {
@@ -268,7 +270,8 @@ struct Backward {
   }
 
   // Sums in global memory are in fragment order, 128 floats per block of 16 x 8: in the layout of a
-  // lane where four are added at a time, otherwise one float of each of the 32 lanes after another.
+  // lane where four are added at a time, otherwise as four groups of one float from each of the 32
+  // lanes.
   __device__ __forceinline__ int lane_place() const {
     return config.vector_sums ? 4 * lane : static_cast<int>(lane);
   }
@@ -363,7 +366,7 @@ struct Backward {
     return pair * params.kv_tiles + plan.kv_tile;
   }
   // Adds dK and dV of one of several pieces to their sums, or the sums to dK and dV. Returns true
-  // if this is the last piece, whose accumulators are then the sums of all.
+  // if this is the last piece, whose accumulators then hold the sums over all pieces.
   __device__ __forceinline__ bool join_pieces() {
     PieceTickets* tickets = params.piece_tickets + key_tile_index();
     if (threadIdx.x == 0)
@@ -440,7 +443,8 @@ struct Backward {
       clear(dv);
     }
     const int steps_kept = plan.steps;
-    // As for the lane: where several CTAs share the registers, it is read again each time.
+    // As for the lane: where several CTAs share the registers, the number is read again at every
+    // use.
     auto steps = [&] { return config.ctas_per_sm > 1 ? plan.steps : steps_kept; };
     if (steps() > 0) {
       load_keys();

@@ -78,7 +78,7 @@ struct BackwardPlan : Extents::Record {
   int piece;  // index among the `pieces` that the KV tile is cut into
   int pieces;
   TileRange touched;  // query tiles
-  TileRange full;     // those of which every row sees every key of the tile
+  TileRange full;     // those query tiles in which every row sees every key of the tile
   int begin_tile;     // where this piece begins
   int begin_head;     // within the group
   int steps;
@@ -88,7 +88,7 @@ struct BackwardPlan : Extents::Record {
   }
 };
 
-// For a CTA behind the end of a work table.
+// For a CTA past the end of a work table.
 template <typename Extents>
 __device__ __forceinline__ BackwardPlan<Extents> no_work() {
   BackwardPlan<Extents> plan{};
@@ -96,7 +96,7 @@ __device__ __forceinline__ BackwardPlan<Extents> no_work() {
   return plan;
 }
 
-// Takes the parameters of this backward or of the float32 one. All lanes of a warp must call it.
+// Accepts the parameters of this backward or of the float32 one. All lanes of a warp must call it.
 template <typename Policy, typename Extents, int block_q, int block_kv, typename Params>
 __device__ __forceinline__ BackwardPlan<Extents> make_backward_plan(const Params& params,
                                                                     int work) {

@@ -1,5 +1,5 @@
-// The kernels before and after the main backward kernel: the first makes row terms and zeroes sums,
-// the second makes dQ from its sums. Both are bound by memory traffic.
+// The kernels before and after the main backward kernel: preprocess computes row terms and zeroes
+// sums, postprocess computes dQ from its sums. Both are bound by memory traffic.
 #pragma once
 
 #include "../common/softmax.cuh"
@@ -137,8 +137,8 @@ __device__ __forceinline__ void postprocess(const ParamsOf<PostprocessParams, Ex
     if (column * 8 >= params.head_dim) continue;
     const int warp = block / query_blocks + column / columns * config.query_rows;
     const int place = (warp * query_blocks + block % query_blocks) * columns + column % columns;
-    // Four quads: in the layout of lanes (two columns of row r, two of row r + 8), or one from each
-    // plane.
+    // Four quads: in the layout of lanes (two columns of row r, two of row r + 8), or one float
+    // from each plane.
     float4 quad[4];
     float row[2][8];
 #pragma unroll

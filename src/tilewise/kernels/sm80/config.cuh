@@ -64,7 +64,7 @@ struct Params {
   float softcap_in;
 };
 
-// The plan of a CTA from the point of view of one of its warps.
+// The plan of a CTA as one of its warps sees it.
 template <typename Extents>
 struct WarpPlan : Extents::Record {
   WorkTile tile;
@@ -75,7 +75,7 @@ struct WarpPlan : Extents::Record {
 
 template <Config config, typename Extents>
 struct Smem {
-  // Each warp only reads its own rows of Q, and stages its rows of out in their place.
+  // Each warp reads only its own rows of Q, and stages its rows of out in their place.
   alignas(1024) unsigned char q[matrix_bytes(config.block_q(), config.head_dim)];
   alignas(1024) unsigned char k[config.stages][matrix_bytes(config.block_kv, config.head_dim)];
   alignas(1024) unsigned char v[config.stages][matrix_bytes(config.block_kv, config.head_dim_v)];

@@ -3,12 +3,12 @@
 // every GPU from sm_80 on.
 //
 // Symbols. A sequence has seq_q queries (new tokens) and seq_k keys; a KV head serves `group` query heads. The rows of a KV
-// head are its (token, query head) pairs, row = token * group + head; R rows, 16 to 64, make a tile. A unit is one tile of
-// one KV head of one sequence; it sees keys [begin, end), the hull over its rows. A step covers 16 keys for each of the W
-// warps of a CTA and starts from `base` = begin rounded down to 16, so that a unit has n = max(1, ceil((end - base) / 16 W))
-// steps. c = scale * log2(e).
+// head are its (token, query head) pairs, row = token * group + head; R rows, 16 to 64, make a tile. A unit is one tile of one
+// KV head of one sequence; it sees keys [begin, end), the hull over its rows. A step covers 16 keys for each of the W warps of
+// a CTA and starts from `base` = begin rounded down to 16, so that a unit has n = max(1, ceil((end - base) / 16 W)) steps.
+// c = scale * log2(e).
 //
-//   Division. KV head h belongs to set h mod `head_sets`, and CTA i works on set i mod head_sets alone. The N steps of a set, in
+//   Division. KV head h belongs to set h mod `head_sets`, and CTA i works only on set i mod head_sets. The N steps of a set, in
 //   the order sequence, KV head, tile, are divided into runs for A CTAs, in the same way for all sets:
 //   1. where all units are alike and can be dealt out almost evenly: a run is `units_per_run` whole units; or there is one set,
 //      A is a multiple of the number of units, and each unit is cut into `splits` equal parts
@@ -29,18 +29,18 @@
 //   9. more than max_direct parts are added up in groups of about sqrt(parts): each group has its own ticket, the group's
 //      last CTA writes the group's sum over the group's first part, and then takes a ticket of the unit
 //
-// `invariant`: the bits of a row depend on its own sequence only. A unit is then divided by its n alone, into items of max(4,
+// `invariant`: the bits of a row depend only on its own sequence. A unit is then divided by its n alone, into items of max(4,
 // smallest power of two >= n / 64) steps; step 2 divides items, every item is a part, and its number is its slot in memory.
 // Without tickets (none are left while a graph is captured) each CTA does whole units.
 //
 // Roles. All warps do the same work, each on its own keys; inside a segment no warp waits for another. Copies run `stages`
-// steps ahead, across the ends of segments, so that memory stays busy while parts are combined. The copies of a segment's
-// first step also load its Q and leave a description of the segment (Segment), which the products read. The page of a warp's
-// block is looked up one step before the block is copied, so that no copy waits for the page table.
+// steps ahead, across the ends of segments, so that memory stays busy while parts are combined. The copies of a segment's first
+// step also load its Q and leave a description of the segment (Segment), which the products read. The page of a warp's block is
+// looked up one step before the block is copied, so that no copy waits for the page table.
 //
-// Launches overlap on Hopper. Before the previous grid has ended, a CTA computes its division from what memory holds then, unless
-// a term's spans decide it. Once that grid has ended, it reads what the division depends on again, and computes it anew if that
-// has changed (`still_holds`). Nothing is written before that point.
+// Launches overlap on Hopper. Before the previous grid has ended, a CTA computes its division from the current contents of
+// memory, unless a term's spans decide it. Once that grid has ended, it reads the inputs of the division again, and divides
+// again if they have changed (`still_holds`). Nothing is written before that point.
 //
 // Shared memory (struct DecodeSmem), with the bytes of heads of 128, 8 warps, 2 stages, 16 rows:
 //   ring      131072  per warp, `stages` blocks of 16 keys and their values
@@ -52,7 +52,7 @@
 //   row_out      128  step 7: the address where a row of out begins
 //   row_factor    64  step 7: the factor that O of a row is multiplied by
 //   segment     1536  per warp, descriptions of two segments
-//   is_last        4  the answer of a ticket, for all threads
+//   is_last        4  whether this CTA took the last ticket, for all threads
 //
 // Synchronisation.
 //   cp_async_wait, __syncwarp          a block has arrived; the lanes of one warp both copy and read it
@@ -62,7 +62,7 @@
 //                                      what step 7 needs
 //   __syncthreads, around a ticket     all stores of a part come before it (release), all loads of other parts after it
 //                                      (acquire)
-//   cp_async_wait, in steps 8 and 9    a number of a part has arrived; one thread both copies and reads it
+//   cp_async_wait, in steps 8 and 9    numbers of a part have arrived; one thread both copies and reads them
 //   __syncthreads, in steps 8 and 9    M and L of all parts are in `sums`; then rows are finished, and M is replaced by each
 //                                      part's factor
 //   __syncthreads, at segment begin    Q of the segment has arrived, and O, m, l of the previous segment have been read
@@ -131,8 +131,8 @@ struct DecodeParams {
 };
 
 constexpr int min_item_steps = 4, max_items = 64;  // per unit, where the division is invariant
-// The number of parts added up at once: without groups, and at most. At most max_group^2 CTAs are
-// launched.
+// The maximum number of parts that are added up at once: without groups, and in general. At most
+// max_group^2 CTAs are launched.
 constexpr int max_direct = 16, max_group = 20;
 
 template <DecodeConfig config, typename Extents>
@@ -184,8 +184,8 @@ struct Decode {
   // Otherwise: N and A of a set, counted in items; its first `longer_runs` CTAs have run_items + 1
   // items.
   int total, active, run_items, longer_runs;
-  int head_items;   // per KV head of a sequence, where all are alike
-  int first_items;  // per KV head of the sequence whose number is this lane's
+  int head_items;   // items per KV head of a sequence, where all are alike
+  int first_items;  // items per KV head of the sequence whose number is this lane's
   int buffer = 0;   // holds Q and the description of the current segment
   u32 q[q_steps][4];
   float o[row_tiles][dv / 2];
@@ -219,7 +219,7 @@ struct Decode {
   __device__ __forceinline__ int tiles_of(const Record& record) const {
     return ceil_div(sequence_of<Extents>(params, record).seq_q() * group, rows);
   }
-  // For a tile of a sequence: the keys that some row sees, and those that all rows see.
+  // The keys of a sequence that some row of a tile sees, and those that all its rows see.
   __device__ __forceinline__ SeenSpans seen(const Record& record, int b, int tile) const {
     const auto sequence = sequence_of<Extents>(params, record);
     const Band band = sequence.band();
@@ -277,7 +277,7 @@ struct Decode {
     return rest < 0 ? item / (run_items + 1) : longer_runs + rest / run_items;
   }
 
-  // Consecutive steps of one unit that a CTA does.
+  // Consecutive steps of one unit that one CTA computes.
   struct Segment {
     int b, head_kv, tile;
     Record record;
@@ -376,7 +376,7 @@ struct Decode {
     if (at.item == at.items) {
       at.first += at.items;
       at.item = 0;
-      bool same = false;  // whether the keys stay the same
+      bool same = false;  // whether the keys are the same
       if (++at.tile == at.tiles) {
         at.tile = 0;
         same = at.tiles == 1;
@@ -404,9 +404,9 @@ struct Decode {
     return key < keys.some.end && key + block_keys > keys.some.begin;
   }
 
-  // The page of the warp's next block, looked up ahead of it.
+  // The page of the warp's next block, which is looked up before the block is copied.
   struct NextPage {
-    int key = -1;  // where the block begins; -1: not looked up
+    int key = -1;  // where the block begins; -1: not looked up yet
     int page;
   };
   static constexpr bool has_pages = requires(const KernelParams& params, const Record& record) {
@@ -536,7 +536,8 @@ struct Decode {
 
   // --- steps 3 to 5 ---
 
-  // One row of a fragment. Terms do not support tiles whose rows belong to several heads.
+  // Where one row of a fragment lies (`at` in common/scores.cuh). Terms do not support tiles whose
+  // rows belong to several heads.
   struct Place {
     static constexpr RowsAre rows_are = RowsAre::queries;
     const Decode& kernel;
@@ -555,8 +556,8 @@ struct Decode {
     }
   };
 
-  // A row's scores take the places of a fragment's first row. The places of its second row hold
-  // zeros, and the results there are discarded.
+  // The scores of a row take the places of a fragment's first row. The places of its second row
+  // hold zeros, and the results there are discarded.
   template <typename Change>
   __device__ __forceinline__ void by_rows(const Segment& at, int first, float (&s)[row_tiles][8],
                                           Change change) const {
@@ -708,16 +709,16 @@ struct Decode {
     sum.w = fmaf(factor, o.w, sum.w);
   }
 
-  // A bit field of a word in which the CTAs that hold a part count up.
+  // A bit field of a word, in which the CTAs that hold a part count up.
   struct Ticket {
     int word, shift, mask;
   };
   // The parts of a unit: their count, the index of this one, their slots, and the number of parts
-  // that are first added up together: `group`, or 1 for no groups.
+  // that are first added up together: `group`, or 1 if there are no groups.
   struct Parts {
     int count, index, group;
     int first_word;  // of the unit's tickets
-    int word_step;   // between the words of two parts, where parts have words of their own
+    int word_step;   // between the words of two parts, where each part has a word of its own
     int first_slot;  // of part 0
     int next_slot;   // of part 1; the others follow, `step` apart
     int step;
@@ -726,8 +727,8 @@ struct Decode {
       return part == 0 ? first_slot : next_slot + (part - 1) * step;
     }
   };
-  // What one CTA adds up: `count` parts, namely first, first + step, ... `index` is the one among
-  // them that this CTA contributes to.
+  // The parts that one CTA adds up: `count` of them, namely first, first + step, ... `index` is the
+  // index of the one that this CTA contributes to.
   struct Sharing {
     int first, step, count, index;
     Ticket ticket;
@@ -757,7 +758,7 @@ struct Decode {
     const int word = first * sets + own_set();
     return {count, cta - first, group, word, sets, 2 * word + 1, 2 * (word + sets), 2 * sets};
   }
-  // The operands of step 9, and of step 8 for parts or for sums of groups.
+  // The arguments of step 9, and of step 8 for parts or for sums of groups.
   //
   // Invariant: no two counts share a field. A CTA is the first of at most one unit that continues
   // in other CTAs (shift 0, and 16 for that unit's first group), and begins at most one later group
@@ -870,7 +871,7 @@ struct Decode {
     }
   }
 
-  // Whether all other parts are in memory. Without tickets one CTA does all parts of a unit, in
+  // Whether all other parts are in memory. Without tickets one CTA computes all parts of a unit, in
   // their order.
   __device__ __forceinline__ bool is_last(const Sharing& sharing) const {
     __syncthreads();
@@ -891,8 +892,8 @@ struct Decode {
 
   // Every thread copies the numbers that it adds up itself, in rounds; copies run one round ahead
   // of the additions. Copies into the ring that are in flight complete first. After the CTA's last
-  // segment there are none, and the ring, Q and o all serve as space for parts: the more parts are
-  // in flight at once, the fewer round trips to the L2 cache are serialised.
+  // segment there are none, and the ring, Q and o all serve as space for parts. Why: the more parts
+  // are in flight at once, the fewer round trips to the L2 cache are serialised.
   __device__ __forceinline__ void combine(const Segment& at, const Parts& parts,
                                           const Sharing& sharing, bool whole) const {
     constexpr int small = sizeof(smem.o) / (2 * 16 * threads);  // per thread, for one round
@@ -901,7 +902,7 @@ struct Decode {
     static_assert(small >= 1);
     const int room = at.is_last ? large : small;
     const int count = rows_of(at) * (dv / 4), part_count = sharing.count;
-    // In rows: where the parts begin. `lead` is the first; the others follow, `apart` from each
+    // Where the parts begin, in rows. `lead` is the first; the others follow, `apart` from each
     // other.
     const int lead = parts.slot(sharing.first) * params.part_rows;
     const int apart = parts.step * sharing.step * params.part_rows;
@@ -918,8 +919,8 @@ struct Decode {
     float2 own_sums;
     if (threadIdx.x < sum_count) own_sums = load_sums(threadIdx.x);
 
-    // A round has `together` parts of `each` of the thread's numbers; these are all parts if there
-    // is room.
+    // A round has `together` parts, with `each` of the thread's numbers; these are all parts if
+    // there is room.
     const int together = min_int(part_count, room), each = room / together;
     struct Round {
       int first, part;
@@ -1027,7 +1028,7 @@ struct Decode {
     begin(at);
   }
 
-  // The items of this CTA, from its first.
+  // The items of this CTA, as a cursor at the first of them.
   __device__ __forceinline__ Cursor start() {
     Cursor at;
     at.left = 0;
@@ -1038,9 +1039,9 @@ struct Decode {
     }
     divide_runs();
     if (cta >= active || total == 0) return at;
-    // Without tickets a CTA does whole units, namely those that begin among its items: both ends
-    // move to the end of the unit that they fall inside. Why a loop: `find` is long, and this keeps
-    // a single inlined copy of it.
+    // Without tickets a CTA computes whole units, namely those that begin among its items: both
+    // ends move to the end of the unit that they fall inside. Why a loop: `find` is long, and this
+    // keeps a single inlined copy of it.
     int ends[2] = {begin_of(cta), begin_of(cta + 1)};
 #pragma unroll 1
     for (int look = params.tickets == nullptr ? -1 : 1; look < 2; ++look) {
@@ -1056,9 +1057,9 @@ struct Decode {
     return at;
   }
 
-  // Whether a division that was made before the previous grid had ended still holds; then `at`
-  // describes its segment by what memory holds now. Why not beyond 32 sequences, or with several
-  // tiles of a sequence: checking would take as long as dividing again.
+  // Whether a division that was made before the previous grid had ended still holds; if so, `at`
+  // describes its segment by the current contents of memory. Why not beyond 32 sequences, or with
+  // several tiles per sequence: checking would take as long as dividing again.
   __device__ __forceinline__ bool still_holds(Cursor& at) const {
     ptx::forget_l1();
     if (params.batch > 32) return false;
@@ -1073,9 +1074,9 @@ struct Decode {
     return tiles == 1 && at.tiles == 1;
   }
 
-  // The items of this CTA, and the previous grid has ended.
+  // The items of this CTA. When it returns, the previous grid has ended.
   __device__ __forceinline__ Cursor start_behind_previous_grid() {
-    // Terms load spans as memory that nothing writes during this kernel.
+    // Terms load spans as memory that is not written during this kernel.
     if constexpr (!ptx::launches_overlap || Policy::hides_by_span) {
       ptx::wait_for_previous_grid();
       return start();

@@ -19,11 +19,11 @@
 //   8. dK += scale dS^T Q                 likewise
 //   9. dQ += scale dS K                   added up over KV tiles in global memory
 // Sums of steps 7 and 8 leave the tensor core after every query tile, 32 columns at a time, and are added outside of it.
-// float32_preprocess makes the row terms of 4 and 6 and zeroes dQ. Step 9 is left out where dQ is not wanted, and steps 7 and
-// 8 where neither dK nor dV is.
+// float32_preprocess computes the row terms of 4 and 6 and zeroes dQ. Step 9 is left out where dQ is not wanted, and steps 7
+// and 8 where neither dK nor dV is.
 //
 // Pieces. KV tiles that are few, long or unequal are cut into pieces (common/pieces.cuh), one CTA each. The first piece of a
-// tile that is done stores its dK and dV, and those after it add theirs, in the final units: in the order of arrival or, if
+// tile that is done stores its dK and dV, and later pieces add theirs, in the final units: in the order of arrival or, if
 // gradients are to be deterministic, by their numbers (common/piece_tickets.cuh).
 //
 // Small tiles. The low parts of numbers below 2^-113 have fewer bits than they need. Tiles of Q, K, V and dO that have no
@@ -44,8 +44,8 @@
 //           overwrite the Q and dO of the previous step
 //   middle  dS is written; Q and dO are read: with one stage the copies for the next step overwrite them,
 //           during step 9
-// Deterministic sums: KV tiles add to a query tile's dQ in the order of their keys. A counter per query tile counts the
-// tickets that were served; a barrier follows the wait for it, and another precedes the increment.
+// Deterministic sums: KV tiles add to a query tile's dQ in the order of their keys. A counter per query tile counts the tickets
+// that have been served; a barrier follows the wait for it, and another precedes the increment.
 //
 // Registers per thread: (d + dv) / 2 for dK and dV, block_q / 2 each for P and dS, 32 for fresh sums.
 // clang-format on
@@ -69,8 +69,8 @@ struct Float32Backward {
   static constexpr int panels = config.head_dim / float_panel;
   static constexpr int panels_v = config.head_dim_v / float_panel;
   static constexpr int panel_sums = float_panel / 2;  // numbers per lane for 16 rows of a panel
-  // Blocks of 16 rows of dQ that a warp takes at once: two where they divide evenly over the warps
-  // and sums are added four at a time. Single additions leave no registers for two.
+  // The blocks of 16 rows of dQ that a warp computes at once: two where they divide evenly over the
+  // warps and sums are added four at a time. Single additions leave no registers for two.
   static constexpr int dq_tiles =
       config.vector_sums && block_q % 32 == 0 && block_q / 32 * panels % config.warps == 0 ? 2 : 1;
   using Scores = float[block_q / 2];
@@ -131,8 +131,8 @@ struct Float32Backward {
                        16);
   }
 
-  // Scales a small tile; returns true if its unit changes. When it returns, all threads' copies
-  // have arrived. Invariant: this thread's copies have arrived before the call.
+  // Scales a small tile; returns true if its unit changes. When it returns, the copies of all
+  // threads have arrived. Invariant: this thread's copies have arrived before the call.
   template <typename Copy, int rows>
   static __device__ __forceinline__ bool lift(u32 matrix, float& unit) {
     const float unit_before = unit;
@@ -170,7 +170,7 @@ struct Float32Backward {
     }
     __syncthreads();
   }
-  // Read again at every use. Why: the products need the registers.
+  // Reads a unit again at every use. Why: the products need the registers.
   static __device__ __forceinline__ float again(const float& unit) {
     return __uint_as_float(ptx::load_shared_again(ptx::smem_address(&unit)));
   }
@@ -184,8 +184,8 @@ struct Float32Backward {
     sums.clear();
 #pragma unroll
     for (int i = 0; i < block_q / 2; ++i) product[i] = 0.0f;
-    // Why not all panels of the class: the others are zero; also, the assembler, which does not
-    // know their number, then does not unroll the loop beyond the instruction cache.
+    // Why not all panels of the class: the others are zero. Moreover, the assembler does not know
+    // the number of panels, so it does not unroll the loop beyond the instruction cache.
     const int panels = ceil_div(dim, panel_columns);
 #pragma unroll 1
     for (int panel = 0; panel < panels; ++panel) {
@@ -208,7 +208,7 @@ struct Float32Backward {
     for (int i = 0; i < block_q / 2; ++i) product[i] += sums.total(i);
   }
 
-  // The place of this thread's scores.
+  // Where this thread's scores lie (`at` in common/scores.cuh).
   struct Place {
     static constexpr RowsAre rows_are = RowsAre::keys;
     const Float32Backward& kernel;
@@ -273,13 +273,13 @@ struct Float32Backward {
 #pragma unroll
     for (int i = 0; i < block_q / 2; ++i) {
       const float lse = row_lse[i / 4 * 8 + i % 2];
-      // Why not in one operation: the forward rounded this product for the largest score, and then
-      // added ln l.
+      // Why these are two operations: the forward rounded this product for the largest score, and
+      // then added ln l.
       p[i] = ptx::ex2(__fadd_rn(__fmul_rn(p[i], scale), -lse) * log2_e);
     }
     multiply_rows(ptx::smem_address(smem.v), ptx::smem_address(smem.dout[slot]), params.head_dim_v,
                   ds);
-    // Why not in the sums below: it would take a register.
+    // Why not in the sums below: that would take a register.
     if (__builtin_expect(again(smem.units.dp) != 1.0f, 0)) {
 #pragma unroll
       for (int i = 0; i < block_q / 2; ++i) ds[i] *= again(smem.units.dp);
@@ -317,7 +317,7 @@ struct Float32Backward {
       Sums<exact, panel_sums> sums;
       sums.clear();
       const u32 half = ptx::load_shared_again(ptx::smem_address(&smem.half));
-      // This is never true. Why it is here: the assembler, which does not know that, finishes one
+      // This is never true. Why it is here: the assembler does not know that, and finishes one
       // panel before it begins the next.
       if (half == 0) break;
 #pragma unroll
@@ -337,8 +337,9 @@ struct Float32Backward {
     }
   }
 
-  // Waits for the KV tiles before this one to have added to the step's dQ. Why this cannot hang:
-  // the awaited work has a smaller number, so it is already running (common/work_tickets.cuh).
+  // Waits until the KV tiles before this one have added to the step's dQ. Why this cannot hang: the
+  // work that is waited for has a smaller number, so it is already running
+  // (common/work_tickets.cuh).
   __device__ __forceinline__ void await_ticket() {
     if (params.dq_tickets == nullptr) return;
     if (threadIdx.x == 0) {
@@ -414,7 +415,7 @@ struct Float32Backward {
 #pragma unroll
         for (int step = 0; step < block_kv / 8; ++step) {
           PartsB<exact> b[4];
-          // Why the constant here: moves cost less than the registers that would avoid them.
+          // Why the constant is here: moves cost less than the registers that would avoid them.
           if constexpr (config.vector_sums)
             load_b_across<block_kv>(k_lane, step, panel, tf32_half, b);
           else

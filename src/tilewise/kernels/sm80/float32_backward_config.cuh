@@ -23,8 +23,7 @@ struct Float32BackwardConfig {
   TILEWISE_INLINE int threads() const { return warps * 32; }
 };
 
-// Invariant: strides of tensors and head dims count halves of floats, because copies do
-// (tiles.cuh).
+// Invariant: strides of tensors and head dims count halves of floats, as copies do (tiles.cuh).
 struct Float32BackwardParams {
   Tensor q;
   Tensor k;
@@ -61,7 +60,8 @@ struct Float32BackwardParams {
   float softcap_in;     // scale / cap
 };
 
-// The units of numbers: 1 or, where a tile was small, 2^-64, and the products of such units.
+// The units of numbers, which are 1 or, where a tile was small, 2^-64; and the products of such
+// units.
 struct Float32Units {
   float q;
   float k;

@@ -20,14 +20,14 @@ struct Float32Config {
   TILEWISE_INLINE int warp_rows() const { return row_tiles * 16; }
   TILEWISE_INLINE int block_q() const { return warps * warp_rows(); }
   TILEWISE_INLINE int threads() const { return warps * 32; }
-  // Whether all parts of P fit in registers, beside O, the sums of a panel and the rest.
+  // Whether all parts of P fit in registers, together with O, the sums of a panel and the rest.
   TILEWISE_INLINE bool keeps_weight_parts() const {
     const int registers = min_int(65536 / (threads() * ctas_per_sm), 255);
     return row_tiles * (block_kv + head_dim_v / 2 + float_panel) + 64 <= registers;
   }
 };
 
-// Invariant: strides of tensors count halves of floats, because copies do (tiles.cuh).
+// Invariant: strides of tensors count halves of floats, as copies do (tiles.cuh).
 struct Float32Params {
   Tensor q;
   Tensor k;

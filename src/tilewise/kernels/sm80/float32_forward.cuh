@@ -32,7 +32,7 @@
 //   Q    where all of a CTA's rows are far from 1, Q and K are multiplied by opposite powers of two as they arrive. S does
 //        not change.
 //   V    where O is not finite, or tiny, the CTA starts over, with V multiplied by a power of two and scrubbed of inf and NaN
-//        as it arrives. Rows that see such a value get it back in step 9.
+//        as it arrives. Rows that see such a value have it added in step 9.
 // All this is done in shared memory between wait and barrier, by each thread on what it has copied itself.
 //
 // Registers per thread: row_tiles * (block_kv for S and its small terms, then block_kv / 2 for P and 32 for F; dv / 2 for O),
@@ -53,7 +53,7 @@ __device__ __forceinline__ bool is_within(const TileRange& range, int tile) {
   return tile >= range.begin && tile < range.end;
 }
 
-// Magnitudes of Q, and of O, that need a factor; and the factors.
+// The magnitudes of Q, and of O, beyond which a factor is needed; and the factors.
 constexpr float small_queries = 0x1p-60f, large_queries = 0x1p60f, query_factor = 0x1p64f;
 constexpr float small_sums = 0x1p-90f;
 constexpr float small_value_factor = 0x1p64f, large_value_factor = 0x1p-32f;
@@ -126,8 +126,8 @@ struct Float32Forward {
 #pragma unroll
       for (int i = 0; i < block_kv / 2; ++i) p[t][i] = 0.0f;
     }
-    // Why not all panels of the class: the others are zero; also, the assembler, which does not
-    // know their number, then does not unroll the loop beyond the instruction cache.
+    // Why not all panels of the class: the others are zero. Moreover, the assembler does not know
+    // the number of panels, so it does not unroll the loop beyond the instruction cache.
     const int panels = ceil_div(params.head_dim, panel_columns);
 #pragma unroll 1
     for (int panel = 0; panel < panels; ++panel) {
@@ -157,7 +157,7 @@ struct Float32Forward {
     }
   }
 
-  // The place of the scores of a block of rows.
+  // Where the scores of a block of rows lie (`at` in common/scores.cuh).
   struct Place {
     static constexpr RowsAre rows_are = RowsAre::queries;
     const Float32Forward& kernel;
@@ -181,7 +181,7 @@ struct Float32Forward {
     for (int t = 0; t < row_tiles; ++t) Policy::hide(p[t], params, Place{*this, t, kv_tile});
   }
 
-  // Whether the warp has scores that matter and are large.
+  // Whether the warp has large scores that matter.
   __device__ __forceinline__ bool has_large_scores(const float (&top)[row_tiles][2]) const {
     bool found = false;
 #pragma unroll
@@ -257,7 +257,7 @@ struct Float32Forward {
 #pragma unroll
       for (int t = 0; t < row_tiles; ++t) sums[t].clear();
       const u32 half = ptx::load_shared_again(ptx::smem_address(&smem.half));
-      // This is never true. Why it is here: the assembler, which does not know that, finishes one
+      // This is never true. Why it is here: the assembler does not know that, and finishes one
       // panel before it begins the next.
       if (half == 0) break;
 #pragma unroll
@@ -322,7 +322,7 @@ struct Float32Forward {
       });
   }
 
-  // The factor that V needs, once O is known without one.
+  // The factor that V needs, once O is known as computed without a factor.
   __device__ __forceinline__ float needed_value_factor() {
     float top = 0.0f;
     bool overflows = false;
@@ -423,8 +423,8 @@ struct Float32Forward {
     return reinterpret_cast<float*>(params.out.row(batch, tile().head, sequence().q_start() + row));
   }
 
-  // Gives the values of V that are inf or NaN to the rows of out that see them. Why in global
-  // memory: it is rare, and here it needs no registers that the loop could use. Invariant: rows
+  // Adds the values of V that are inf or NaN to the rows of out that see them. Why in global
+  // memory: this is rare, and here it needs no registers that the loop could use. Invariant: rows
   // whose weights are NaN themselves stay NaN.
   __device__ __forceinline__ void restore_nonfinite(const bool (&rows_are_nan)[row_tiles][2]) {
     __syncwarp();
@@ -500,7 +500,7 @@ struct Float32Forward {
     if (__builtin_expect(factor == large_value_factor, 0)) restore_nonfinite(rows_are_nan);
   }
 
-  // Runs a second time with another factor of V, where one is needed.
+  // Runs a second time, with another factor of V, where one is needed.
   __device__ __forceinline__ void run(const WorkTile& tile) {
     float value_factor = 1.0f;
     make_plan(tile);

@@ -1,10 +1,10 @@
 // clang-format off
 // Scores that are accurate to half a unit in the last place, where that matters.
 //
-// A weight is e^(s - m). Where scores are in the thousands their last bit is worth 1e-4 of a weight, and one row whose two
-// largest scores nearly tie determines the error of the whole result. There six products of three parts, added up without
-// loss, replace three products: the error is 0.5 instead of 1.2 units of 2^-24, beside the error that all scores of that size
-// have in common (PyTorch's kernel: 2).
+// A weight is e^(s - m). Where scores are in the thousands, their last bit is worth 1e-4 of a weight, and one row whose two
+// largest scores nearly tie determines the error of the whole result. There, six products of three parts, added up without
+// loss, replace three products: the error is 0.5 instead of 1.2 units of 2^-24, in addition to the error that all scores of
+// that size have in common (PyTorch's kernel: 2).
 //
 // Which scores are refined: those beyond large_score in tiles that have one near the largest of its row. Whether a score is
 // replaced depends only on the score that three products give, and tiles are left out only where no score has weight. Both

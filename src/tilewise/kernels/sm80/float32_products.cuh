@@ -11,13 +11,13 @@
 //   B  elsewhere: hi is x truncated, lo = x (1 + 2^-23) - hi. x - hi would have up to 13 bits, of which the tensor core would
 //      truncate two, always towards 0; the factor first adds one or two units in the last place of x, which on average is
 //      about what is truncated. This takes two instructions.
-// lo lo is 2^-22 of a product and, with A rounded, of either sign. A sum of 128 random terms has an error of 0.8e-7 from all
-// this where both are rounded, otherwise 1.5e-7; float32 arithmetic has one of 2e-7. (With both truncated it is 2.4e-7, a
+// lo lo is 2^-22 of a product and, with A rounded, of either sign. From all this, a sum of 128 random terms has an error of
+// 0.8e-7 where both are rounded, otherwise of 1.5e-7; float32 arithmetic has one of 2e-7. (With both truncated it is 2.4e-7, a
 // third of it towards 0.)
 //
-// Why two accumulators: the tensor core truncates its sums instead of rounding them, at every step. The small terms among
-// themselves lose nothing that matters; added to the large ones they would triple the number of truncations. The large ones
-// are moved to another register after four to eight steps.
+// Why two accumulators: the tensor core truncates its sums instead of rounding them, at every step. The small terms lose
+// nothing that matters when they are added to one another; added to the large ones they would triple the number of truncations.
+// The large ones are moved to another register after four to eight steps.
 //
 // In shared memory a matrix of floats is a matrix of twice as many 16-bit columns (common/layout.cuh): a panel is 32 floats
 // wide, and ldmatrix moves whole floats, four per row of an 8 x 8 matrix. Copies, swizzle and lane addresses are therefore
@@ -46,9 +46,9 @@ __host__ __device__ constexpr int halves(int floats) { return 2 * floats; }
 
 constexpr u32 tf32_half = 0x1000;  // half a unit in the last place of TF32
 
-// The only part of a number where one product is enough. The tensor core truncates; adding between
-// 3/8 and 3/4 of the last place that it keeps beforehand makes it err to both sides. Numbers that
-// have 11 bits stay as they are, and so do inf and NaN.
+// The only part of a number, where one product is enough. The tensor core truncates; adding between
+// 3/8 and 3/4 of the last place that it keeps beforehand makes it err in both directions. Numbers
+// that have 11 bits stay as they are, and so do inf and NaN.
 __device__ __forceinline__ u32 near_tf32(u32 bits) {
   return __float_as_uint(__uint_as_float(bits) * (1.0f + 0x1.8p-12f));
 }
@@ -181,7 +181,7 @@ __device__ __forceinline__ u32 lane_across(u32 matrix) {
 
 // Loads four operands of eight columns: those of a panel, from row 8 * step on. Invariant: `half`
 // is tf32_half. Why it is not a constant: the assembler, which knows that the tensor core ignores
-// the bits that the mask clears, would use the numbers unmasked as hi, and would first move them
+// the bits that the mask clears, would use the unmasked numbers as hi, and would first move them
 // next to one another.
 template <int rows, bool exact>
 __device__ __forceinline__ void load_b_across(u32 lane, int step, int panel, u32 half,

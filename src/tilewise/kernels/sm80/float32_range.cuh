@@ -1,5 +1,6 @@
-// Tiles of floats in shared memory whose numbers lie near an end of float32's range. A thread only
-// inspects and changes what it has copied itself, so only its own copies must have arrived.
+// Tiles of floats in shared memory whose numbers lie near an end of float32's range. A thread
+// inspects and changes only the numbers that it has copied itself, so only its own copies must have
+// arrived.
 #pragma once
 
 #include "float32_products.cuh"

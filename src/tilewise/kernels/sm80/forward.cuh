@@ -18,13 +18,13 @@
 //   8. O = alpha O + round16(P) V_n     mma.sync, P in the registers in which the first product left it
 //   9. terms may finish m and l; out = O / l, lse = ln2 * (m + log2 l); a row without keys gives out = 0, lse = -inf
 //
-// Roles. All warps do the same work: they copy their share of every tile, and attend for their own rows. A warp whose rows
-// see nothing of a tile (the upper half of a diagonal) only copies. Two or more CTAs share an SM where they fit, so that one
-// CTA's exponentials overlap with another's products.
-// Why 32 rows per warp where registers allow: fragments of K and V are then read from shared memory once for both blocks of
-// 16. With one block, products need 128 bytes per cycle on an A100, which is all of its bandwidth.
+// Roles. All warps do the same work: they copy their share of every tile, and attend for their own rows. A warp whose rows see
+// nothing of a tile (the upper half of a diagonal) only copies. Two or more CTAs share an SM where they fit, so that one CTA's
+// exponentials overlap with another's products.
+// Why 32 rows per warp where registers allow: fragments of K and V are then read from shared memory once for both blocks of 16.
+// With one block, products need 128 bytes per cycle on an A100, which is all of its bandwidth.
 //
-// Shared memory (struct Smem): Q, at the end reused to stage out; K and V, `stages` tiles.
+// Shared memory (struct Smem): Q, reused at the end to stage out; K and V, `stages` tiles.
 //
 // Synchronisation. A thread's own copies have arrived after cp_async_wait; __syncthreads then makes all threads' copies
 // visible, and guarantees that all threads have read what the next copies overwrite.
@@ -33,7 +33,7 @@
 //   1       step 1 of tile n           K_n                       V (for V_n)
 //           step 8 of tile n           V_n                       K, steps 1-6 done (for K_{n-1})
 // Partial V tiles are scrubbed of inf and NaN between wait and barrier, because 0 * inf is NaN; each thread scrubs what it
-// has copied itself. Rows that do see such a value get it back in step 9.
+// has copied itself. Rows that do see such a value have it added in step 9.
 //
 // Registers per thread: row_tiles * (block_kv / 2 for S and then P, dv / 2 for O, d / 4 for Q if it is kept there), out of
 // 65536 / (threads * ctas_per_sm).
@@ -90,7 +90,7 @@ struct Forward {
     return sequence_of<Extents>(params, smem.plan[warp]);
   }
 
-  // The first key of the KV tile at a position of the plan; everything else in this class counts
+  // The first key of the KV tile at a position of the plan. All other members of this class count
   // positions.
   __device__ __forceinline__ int first_key(int position) const {
     const WorkTile& tile = smem.plan[warp].tile;
@@ -159,7 +159,7 @@ struct Forward {
       Policy::apply(s[t], params, Unit{}, Place{*this, t, kv_tile});
   }
 
-  // The place of the scores of a block of rows.
+  // Where the scores of a block of rows lie (`at` in common/scores.cuh).
   struct Place {
     static constexpr RowsAre rows_are = RowsAre::queries;
     const Forward& kernel;
@@ -193,8 +193,8 @@ struct Forward {
     for (int i = 0; i < config.head_dim_v / 2; ++i) o[t][i] *= alpha[row_of(i)];
   }
 
-  // Steps 5 to 7 against the current reference. Returns false if a weight overflowed, and the
-  // scores are lost with it; nothing has been added up then.
+  // Steps 5 to 7 against the current reference. Returns false if a weight overflowed, which loses
+  // the scores; in that case nothing has been added up.
   __device__ __forceinline__ bool weigh_lazily() {
     float block[row_tiles][2];
     bool good = true;
@@ -236,7 +236,7 @@ struct Forward {
   // Steps 1 to 7.
   __device__ __forceinline__ void weigh(int kv_tile, int slot, bool partial) {
     bool exact = partial || !settled;
-    // All blocks of rows have equal counts; making this explicit lets the compiler keep one.
+    // All blocks of rows have equal counts; making this explicit lets the compiler keep one count.
 #pragma unroll
     for (int t = 1; t < row_tiles; ++t) softmax[t].blocks = softmax[0].blocks;
     scores<config.head_dim / 16, config.q_in_registers>(kv_tile, slot);
@@ -278,8 +278,8 @@ struct Forward {
         VCopy::template scrub<config.bf16>(ptx::smem_address(smem.v[slot])) || met_nonfinite;
   }
 
-  // Returns the tiles that the CTA touches. Why the rest goes to shared memory: the products need
-  // the registers.
+  // Returns the tiles that the CTA touches. Why the rest of the plan goes to shared memory: the
+  // products need the registers.
   __device__ __forceinline__ TileRange make_plan() {
     if constexpr (HasTileMap<Extents>) {
       const QueryTiles listed = listed_tiles<Extents>(params, tile.batch, tile.head, tile.q_tile);
@@ -356,8 +356,8 @@ struct Forward {
     }
   }
 
-  // Gives the values of V that are inf or NaN, which were scrubbed in partial tiles, to the rows of
-  // out that see them. Why in global memory: it is rare, and here it needs no registers that the
+  // Adds the values of V that are inf or NaN, which were scrubbed in partial tiles, to the rows of
+  // out that see them. Why in global memory: this is rare, and here it needs no registers that the
   // loop could use.
   __device__ __forceinline__ void restore_nonfinite(const WorkTile& tile) {
     __syncwarp();

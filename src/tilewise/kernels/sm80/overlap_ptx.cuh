@@ -1,4 +1,5 @@
-// Instructions for what a kernel does before the previous grid has ended, where launches overlap.
+// Instructions for the work that a kernel does before the previous grid has ended, where launches
+// overlap.
 #pragma once
 
 #include "../common/ptx.cuh"
@@ -11,7 +12,7 @@ constexpr bool launches_overlap = true;
 constexpr bool launches_overlap = false;
 #endif
 
-// Loads after it do not see what earlier loads left in the L1 cache.
+// Loads after it do not see data that earlier loads left in the L1 cache.
 __device__ __forceinline__ void forget_l1() {  // ISA: fence
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
 }

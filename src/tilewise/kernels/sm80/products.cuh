@@ -12,8 +12,8 @@ enum class Stored {
 };
 
 // The address of 16 columns `i` of `count` that begin at block `first`. Invariant: where `count`
-// divides 4 or is a multiple of it, `first` is a multiple of `count`: then the bits of both do not
-// overlap, and the lane's address for `first` is computed once.
+// divides 4 or is a multiple of it, `first` is a multiple of `count`. The bits of the two then do
+// not overlap, and the lane's address for `first` is computed once.
 template <int rows, int count>
 __device__ __forceinline__ u32 column_block_of(u32 lane, int first, int i) {
   if constexpr (4 % count == 0 || count % 4 == 0)

@@ -13,9 +13,9 @@
 
 namespace tilewise::sm80 {
 
-// Byte offset of 16 columns `block` of a matrix with panels of `rows`, from the address `lane` of
-// the first. Invariant: `lane` has bits 4-6 of a swizzled place in a panel that begins at a
-// multiple of 128.
+// Byte offset of 16 columns `block` of a matrix with panels of `rows`, from `lane`, the address of
+// the first 16 columns. Invariant: bits 4-6 of `lane` are those of a swizzled place in a panel that
+// begins at a multiple of 128.
 template <int rows>
 __device__ __forceinline__ u32 column_block(u32 lane, int block) {
   return (lane ^ (block % 4 << 5)) + block / 4 * panel_bytes(rows);
@@ -74,7 +74,7 @@ struct TileCopy {
     }
   }
 
-  // Zeroes inf and NaN among the chunks that this thread has copied; returns true if it met any.
+  // Zeroes inf and NaN among the chunks that this thread has copied; returns true if it found any.
   // Why: a key that a row may not see gets weight 0, and 0 * inf is NaN.
   template <bool bf16>
   static __device__ __forceinline__ bool scrub(u32 matrix) {

@@ -19,33 +19,32 @@
 //   8. dQ += round16(dS) K                wgmma, dS from shared memory; summed over KV tiles in global memory (float32), and
 //                                         written by the last KV tile or by postprocess
 //   9. for a KV tile in pieces: dK and dV are summed over the pieces in global memory (float32). The first piece stores its
-//      sums, those in between add theirs, and the last adds its own to the stored sums and writes the result
+//      sums, later pieces add theirs, and the last piece adds its own to the stored sums and writes the result
 // Where a term changes scores, S starts from 0, the row term is added after the terms, and dS is multiplied by their slopes.
-// Softcap: S = tanh(S * scale / cap), slope 1 - S^2, with S recovered from P. Where a term drops weights, dP starts from 0
-// and D is subtracted afterwards; the P of step 5 then has zeros, and step 5 runs together with step 7. Which weights are
-// dropped is drawn during step 1; dS is divided by the factor of the weights that stay, and the host multiplies dQ and dK by
-// it.
-// preprocess makes both row terms and, where KV tiles add in any order, zeroes the sums. Where one KV tile holds all keys and
-// the rings hold all query tiles of a CTA, warpgroups 2 and 3 make the row terms while the first loads are in flight, and there
-// is no other kernel (makes_row_terms).
-// Overlap: 7 of one query tile and 1 of the next are in flight together, as are 4 and 5; the exponentials of one warpgroup
-// overlap with the products of the others.
+// Softcap: S = tanh(S * scale / cap), slope 1 - S^2, with S recovered from P. Where a term drops weights, dP starts from 0 and
+// D is subtracted afterwards; the P of step 5 then has zeros, and step 5 runs together with step 7. Step 1 also draws which
+// weights are dropped. dS is computed divided by the factor of kept weights, and the host multiplies dQ and dK by it.
+// preprocess computes both row terms and, where KV tiles add in any order, zeroes the sums. Where one KV tile holds all keys
+// and the rings hold all query tiles of a CTA, warpgroups 2 and 3 compute the row terms while the first loads are in flight,
+// and no other kernel runs (makes_row_terms).
+// Overlap: steps 7 of one query tile and 1 of the next are in flight together, as are 4 and 5; the exponentials of one
+// warpgroup overlap with the products of the others.
 //
-// Sums of dQ (enum Order). In key order, which gives the same bits every time, KV tiles add one after another, from the last
-// to the first or the other way round. In claim order they add in the order in which they arrive. In any order no tile waits,
+// Sums of dQ (enum Order). In key order, KV tiles add one after another, from the last to the first or the other way round,
+// which gives the same bits every time. In claim order they add in the order in which they arrive. In any order no tile waits,
 // and postprocess rounds the sums. Enum Walk defines which tiles run side by side and where each begins.
 //
 // Roles. Warpgroup 0: one thread, the producer, issues all loads except those of a staged bias, which another thread issues;
 // unless tiles add in any order, a second thread waits for this tile's tickets and a third passes them on. With ragged
 // sequences, the fourth warp clears the rows of Q and dO that belong to another sequence.
-// Warpgroup 1 makes dQ (step 8).
-// Warpgroups 2 and 3 do the rest. They divide it by keys (each owns dK and dV of 64 of 128 keys) or, where those would not
-// fit in the registers (d > 128), by product: both have the same 64 keys; one owns dV (steps 1-3, 5) and hands P over in
+// Warpgroup 1 computes dQ (step 8).
+// Warpgroups 2 and 3 do the rest. They divide it by keys (each owns dK and dV of 64 of 128 keys) or, where those would not fit
+// in the registers (d > 128), by product: both work on the same 64 keys; one owns dV (steps 1-3, 5) and passes P on through
 // shared memory, the other owns dK (steps 4, 6, 7).
 //
-// Shared memory (struct BackwardSmem): K and V of the CTA, at the end reused to stage dK and dV; rings of Q and dO with their
-// row terms; a ring of dS; P while it is handed over; a ring of a staged bias (staged_bias.cuh); barriers, the plan, and the
-// head of every stage for terms that use it, with the random words of that head where weights are dropped.
+// Shared memory (struct BackwardSmem): K and V of the CTA, reused at the end to stage dK and dV; rings of Q and dO with their
+// row terms; a ring of dS; P on its way between warpgroups; a ring of a staged bias (staged_bias.cuh); barriers, the plan, and
+// the head of every stage for terms that use it, with the random words of that head where weights are dropped.
 //
 // Barriers
 //   name                  arrives, count              waits             protects
@@ -56,20 +55,20 @@
 //   dout_empty[stage]     warps of 2 and 3, 8         producer          dO is read
 //   for a query tile that crosses the end of its sequence:
 //   q_full[stages + i]    producer + TMA bytes, 1     the clearing warp Q and the start of S are loaded
-//   q_full[i]             the clearing warp, 1        2 and 3           the rows behind its end are zero; dO likewise
-//   bias_full[stage]      bias producer + TMA, 1      those that make P the bias is loaded
+//   q_full[i]             the clearing warp, 1        2 and 3           the rows past its end are zero; dO likewise
+//   bias_full[stage]      bias producer + TMA, 1      warps that make P the bias is loaded
 //   bias_empty[stage]     warps that make P, 8 or 4   bias producer     the bias is read
 //   ds_full[stage]        warps that make dS, 8 or 4  1                 dS is written
 //   ds_empty[stage]       warps of 1, 4               2 and 3           dS is read; at the end K and V too
-//   weights_full, _empty  warps of 2, of 3, 4 each    3, 2              P is handed over; at the end V is read
+//   weights_full, _empty  warps of 2, of 3, 4 each    3, 2              P is passed on; at the end V is read
 //   ticket_come[stage]    ticket keepers, 2           1                 this tile's ticket has come up
 //   ticket_over[stage]    warps of 1, 4               ticket keepers    the sums of this step are added
 //   named 1 + wg          2 or 3, 128 threads         itself            V is read before dV replaces it;
 //                                                                       the ticket of a piece
-//   named 3               2 and 3, 256 threads        themselves        the row terms of all steps are made
+//   named 3               2 and 3, 256 threads        themselves        the row terms of all steps are computed
 //
-// Gradients that are not wanted are left out of the kernel: without dQ, step 8 and the dS in shared memory are omitted;
-// without dK and dV, steps 5, 7 and 9.
+// Gradients that are not wanted are left out of the kernel: without dQ, step 8 and the dS in shared memory are omitted; without
+// dK and dV, steps 5, 7 and 9 are.
 //
 // Registers per thread (512 threads in four warpgroups): producer 24; dQ 72 (d = 64, 128, 256: 64 columns at a time), 120
 // (96), 128 (192); products: S or dP block_q / 2, P and its rest 3 block_q / 8, dK and dV (d + dv) / 2 or one of them, out of
@@ -130,7 +129,7 @@ __device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy, 
       *reinterpret_cast<BackwardSmem<config, Extents>*>(smem_bytes);
   const int warpgroup = warpgroup_index();
   if (threadIdx.x < 32) {
-    if (params.work_tickets != nullptr) ptx::wait_for_previous_grid();  // it zeroed them
+    if (params.work_tickets != nullptr) ptx::wait_for_previous_grid();  // it zeroed the tickets
     BackwardPlan<Extents> plan =
         make_backward_plan<Policy, Extents, config.block_q, config.block_kv()>(
             params, take_work(params.work_tickets), params.walk);
@@ -155,8 +154,8 @@ __device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy, 
   // Why in shared memory: a role reads a field when it needs it, which saves registers.
   const BackwardPlan<Extents>& plan = smem.plan;
   const bool has_work = !HasWorkTable<Extents> || plan.kv_tile >= 0;
-  // Some thread of every CTA waits for the previous grid: if none did, this grid could end before
-  // that one, and the next grid would read sums of dQ that are not zeroed yet.
+  // Some thread of every CTA waits for the previous grid. Why: if none did, this grid could end
+  // before that one, and the next grid would read sums of dQ that are not zeroed yet.
   if (threadIdx.x == 0 && (!has_work || plan.steps == 0)) ptx::wait_for_previous_grid();
   if (!has_work) return;
   if (warpgroup == 0) {

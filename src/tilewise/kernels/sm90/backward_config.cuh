@@ -24,11 +24,11 @@ struct BackwardConfig {
   bool makes_dq;   // else dQ is not wanted
   bool makes_dkv;  // else neither dK nor dV is wanted
   int dq_columns;  // columns of dQ that are accumulated at a time
-  int query_registers;    // of the warpgroup that makes dQ
-  int product_registers;  // of the two that make the rest
-  int bias_stages;        // where a bias is staged (staged_bias.cuh); else 0
-  // There is no preprocess: the product warpgroups make the row terms. Requires writes_dq, no terms
-  // and no more steps than stages.
+  int query_registers;    // of the warpgroup that computes dQ
+  int product_registers;  // of the two product warpgroups
+  int bias_stages;        // stages of a staged bias (staged_bias.cuh), else 0
+  // There is no preprocess kernel: the product warpgroups compute the row terms. Requires
+  // writes_dq, no terms and no more steps than stages.
   bool makes_row_terms;
 
   TILEWISE_INLINE int block_kv() const { return warpgroups_own_keys ? 128 : 64; }
@@ -44,21 +44,21 @@ struct BackwardConfig {
   TILEWISE_INLINE int bias_readers() const { return warpgroups_own_keys ? 8 : 4; }  // likewise
 };
 
-// The number of KV tiles that have taken a ticket for the dQ of a query tile, and of those that
-// have added to it.
+// For the dQ of a query tile: the number of KV tiles that have taken a ticket, and the number of
+// those that have added to it.
 struct DqTickets {
   int claimed;  // used in claim_order
   int added;
 };
 
-// How the KV tiles that see a query tile add up its dQ, in float32 in global memory.
+// The order in which the KV tiles that see a query tile add to its dQ, in float32 in global memory.
 enum Order : int {
-  key_order,    // add one after another in the order of their keys, so that the bits are the same
+  key_order,    // one after another in the order of their keys, so that the bits are the same
                 // every time: the first stores its sums, the others add theirs, and the last
                 // continues from the stored sums and writes dQ
-  claim_order,  // the same in the order of arrival, so that a tile waits only for the first one,
-                // and the last tile waits for all others
-  any_order,    // add onto zeroes, and no tile waits; postprocess makes dQ from the sums
+  claim_order,  // the same in the order of arrival: a tile waits only for the first one, and the
+                // last tile waits for all others
+  any_order,    // onto zeroes, and no tile waits; postprocess computes dQ from the sums
 };
 
 // The order in which a grid goes through KV tiles, and a CTA through the steps of its tile.
@@ -67,9 +67,9 @@ enum Walk : int {
            // wraps around, so that tiles that start together never meet at a dQ
   down,    // KV tiles from the first, query tiles from the last, and all heads for each of them.
            // Under a causal mask tiles that start together stay together and read the same queries
-  stairs,  // by keys. KV tiles from the last and query tiles from the first, head by head: under a
-           // causal mask the first rows of a tile may be added at once, and those that wait meet
-           // rows that the previous tile left one step ago. The last of several sections is
+  stairs,  // in key order. KV tiles from the last and query tiles from the first, head by head:
+           // under a causal mask the first rows of a tile may be added at once, and tiles that wait
+           // meet rows that the previous tile left one step ago. The last of several sections is
            // mirrored, so that the long tiles do not come at the very end
 };
 
@@ -81,7 +81,7 @@ struct BackwardParams {
   ptx::TensorMap dk_map;    // box 16 rows
   ptx::TensorMap dv_map;    // box 16 rows
   const float* start_s;     // (batch, heads, rows padded to block_q): the start of S, from -lse
-  // Same shape: what dP starts from, -rowsum(dO * O). Where weights are dropped, it is added
+  // Same shape: the start of dP, -rowsum(dO * O). Where weights are dropped, it is added
   // afterwards, divided by the factor of the weights that stay.
   const float* start_dp;
   // Null if dQ is not wanted or one KV tile holds all keys. Else (batch, heads, q_tiles, fragment
@@ -97,7 +97,7 @@ struct BackwardParams {
   long long dq_batch_stride;  // in elements
   long long dq_head_stride;
   long long dq_seq_stride;
-  // For a kernel that makes the row terms; in others null or 0. See PreprocessParams.
+  // For a kernel that computes the row terms (see PreprocessParams); otherwise null or 0.
   const void* out;
   long long out_batch_stride, out_head_stride, out_seq_stride;
   const void* dout;
@@ -121,9 +121,9 @@ struct BackwardParams {
   int pieces;       // total over the KV tiles of one (batch, KV head) pair
   int piece_steps;  // maximum per piece
   int sections;
-  // Pairs are numbered with the batches of a KV head side by side: where they share a staged bias,
-  // so that it is read from DRAM once, and where they hide different keys, so that a grid does not
-  // end with the long tiles of a batch that has few.
+  // Pairs are numbered with the batches of a KV head side by side: where batches share a staged
+  // bias, so that it is read from DRAM once, and where they hide different keys, so that a grid
+  // does not end with the long tiles of a batch that has few tiles.
   int batches_inside;
   Order order;
   Walk walk;
@@ -159,8 +159,8 @@ struct BackwardPlan : Extents::Record {
   }
 };
 
-// Takes the parameters of this backward or of the float32 one, whose tickets do not support spans.
-// All lanes of a warp must call it.
+// Accepts the parameters of this backward or of the float32 one, whose tickets do not support
+// spans. All lanes of a warp must call it.
 template <typename Policy, typename Extents, int block_q, int block_kv,
           bool tickets_know_spans = true, typename Params>
 __device__ __forceinline__ BackwardPlan<Extents> make_backward_plan(const Params& params, int work,
@@ -241,10 +241,10 @@ __device__ __forceinline__ BackwardPlan<Extents> make_backward_plan(const Params
 }
 
 // The query tile of a step, its visibility to the keys of a product warpgroup, and whether the step
-// is the last of the CTA, in one register. Hidden: no query sees any of the keys, as in half of the
-// diagonal tiles of a causal mask, and for keys past the end.
-// Why the last: a warpgroup that compares with plan.steps waits for shared memory between the
-// scores of a step and their exponentials.
+// is the last of the CTA, packed into one register. Hidden: no query sees any of the keys, which
+// holds for half of the diagonal tiles of a causal mask, and for keys past the end. Why the flag
+// for the last step: a warpgroup that compared with plan.steps would wait for shared memory between
+// the scores of a step and their exponentials.
 struct SeenTile {
   enum Sight { full, partial, hidden };
   int packed;
@@ -265,7 +265,7 @@ struct DqTicket {
 };
 constexpr int ticket_stages = 4;
 // How many steps ahead tickets are requested. Why no more: neighbours begin two query tiles apart,
-// and a tile that takes a ticket early delays the tiles that reach that dQ before it.
+// and a tile that takes a ticket early delays the tiles that reach that dQ before it does.
 constexpr int tickets_ahead = 2;
 
 // One lane arrives for its warp, after a warp barrier. The machine code needs no instruction for
@@ -295,15 +295,15 @@ struct BackwardSmem : BackwardBiasRing<config> {
   alignas(1024) unsigned char dout[config.stages][matrix_bytes(config.block_q, config.head_dim_v)];
   // Stored as keys x queries, 64 queries per panel.
   alignas(1024) unsigned char ds[config.ds_stages][matrix_bytes(config.block_kv(), config.block_q)];
-  // Weights that the dV warpgroup hands over to the dK warpgroup, in fragment order.
+  // Weights that the dV warpgroup passes to the dK warpgroup, in fragment order.
   alignas(1024) float weights[config.warpgroups_own_keys ? 4 : config.block_q * 64];
   alignas(16) float start_s[config.stages][config.block_q];
   alignas(16) float start_dp[config.stages][config.block_q];
   int seen_tile[config.stages][2];  // SeenTile of the Q in a stage, per product warpgroup
   ptx::u64 k_full, v_full;
-  // With ragged sequences there is a second barrier per stage: a tile that crosses the end of its
-  // sequence lands there, and the first barrier waits until its rows behind the end have been
-  // cleared.
+  // With ragged sequences there is a second barrier per stage: the load of a tile that crosses the
+  // end of its sequence completes on it, and the first barrier completes once the rows past the end
+  // have been cleared.
   static constexpr int landings = Extents::ragged ? config.stages : 0;
   ptx::u64 q_full[config.stages + landings], q_empty[config.stages];
   ptx::u64 dout_full[config.stages + landings], dout_empty[config.stages];
@@ -312,16 +312,16 @@ struct BackwardSmem : BackwardBiasRing<config> {
   ptx::u64 ticket_come[ticket_stages], ticket_over[ticket_stages];
   int pieces_before[2];  // for the sums of dK and dV, per product warpgroup
   alignas(16) DqTicket dq_ticket[ticket_stages];
-  // Invariant: the 16-byte units that hold the plan hold nothing that is written while it is read.
-  // Why: it is read in such units, and a race checker reports accesses that share one.
+  // Invariant: the 16-byte units that hold the plan hold nothing that is written while the plan is
+  // read. Why: it is read in such units, and a race checker reports accesses that share one.
   alignas(16) BackwardPlan<Extents> plan;
   alignas(16) int head[config.stages];  // head of the Q in a stage, for terms that use it
   Span own_queries[2];  // queries that see a product warpgroup's keys, where terms hide by spans
   OnceRoom once[config.stages];  // for that head, where weights are dropped
 };
 
-// How the KV tiles of a plan add up dQ: as the parameters specify, or in any order for a sequence
-// that is too long for tickets.
+// The order in which the KV tiles of a plan add to dQ: the order in the parameters, or any order
+// for a sequence that is too long for tickets.
 template <typename Extents, typename Params>
 __device__ __forceinline__ Order order_of(const Params& params, const BackwardPlan<Extents>& plan) {
   if constexpr (HasWorkTable<Extents>)

@@ -1,5 +1,5 @@
-// The kernels before and after the main backward kernel: the first makes row terms and zeroes sums,
-// the second makes dQ from its sums. Both are bound by memory traffic.
+// The kernels before and after the main backward kernel: preprocess computes row terms and zeroes
+// sums, postprocess computes dQ from its sums. Both are bound by memory traffic.
 #pragma once
 
 #include "backward_rows.cuh"
@@ -47,13 +47,14 @@ struct PostprocessParams {
 };
 
 constexpr int edge_threads = 256;
-constexpr int edge_rows = 64;  // of postprocess
+constexpr int edge_rows = 64;  // per block of postprocess
 
 // Goes from the last head to the first. Why: the main kernel goes from the first to the last, so
-// each kernel begins with what the previous one left in the L2 cache.
+// each kernel begins with the data that the previous one left in the L2 cache.
 __device__ __forceinline__ int edge_block() { return static_cast<int>(gridDim.x - 1 - blockIdx.x); }
 
-// The rows of a head, which are columns where rows are keys.
+// The rows of a head, as the place of a Line (common/scores.cuh): they are the columns, and keys
+// are the rows.
 struct OfHead {
   static constexpr RowsAre rows_are = RowsAre::keys;
   const int of_batch, of_head;
@@ -71,7 +72,7 @@ __device__ __forceinline__ bool is_blind(Sees sees) {
 
 // A block handles a query tile of one head, which has `block_rows` rows, with eight columns per
 // lane and `lanes` lanes per row. The policy is needed for lines, which add to the scores along the
-// queries of a tile. `skips_blind`: for blocks in which no row sees a key, out and dO are not read
+// queries of a tile. `skips_blind`: in blocks in which no row sees a key, out and dO are not read
 // and sums are not zeroed, and postprocess does not read those sums.
 template <bool bf16, int lanes, int block_rows, typename Extents, typename Policy = Scores<>,
           bool skips_blind = false>
@@ -121,7 +122,7 @@ __device__ __forceinline__ void preprocess(
   }
   const auto take = [&](int in_block, int row, float lse, float sum) {
     if constexpr (HasWorkTable<Extents>) {
-      // Possibly no KV tile visits such a row and writes its dQ.
+      // It may be that no KV tile visits such a row and writes its dQ.
       if (params.dq_rows != nullptr && !record.unordered() && row < sequence.seq_q() &&
           lse == -infinity) {
         ptx::u16* dq = static_cast<ptx::u16*>(params.dq_rows) +
@@ -134,8 +135,8 @@ __device__ __forceinline__ void preprocess(
     if (lane != 0) return;
     float start = start_of_scores(params, lse);
     if (lse != -infinity) {
-      // Only for rows that see keys: rows behind all packed sequences belong to no sequence that
-      // has slopes.
+      // Only for rows that see keys: rows past all packed sequences belong to no sequence that has
+      // slopes.
       if constexpr (Policy::adds_line)
         start = fmaf(Policy::per_column(params, OfHead{at_block.batch, head}),
                      static_cast<float>(row % params.block_q), start);

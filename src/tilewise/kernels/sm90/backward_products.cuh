@@ -8,7 +8,7 @@
 
 namespace tilewise::sm90 {
 
-// A thread's lane index: kept in a register, or recomputed each time.
+// A thread's lane index, which is either kept in a register or recomputed at every use.
 template <bool again>
 struct Lane {
   using Type = int;
@@ -21,7 +21,7 @@ struct Lane<true> {
   __device__ __forceinline__ operator int() const { return ptx::thread_again() % 32; }
 };
 
-// What both ways of dividing the work have in common.
+// The common part of both ways to divide the work.
 template <BackwardConfig config, typename Policy, typename Extents>
 struct ProductWarpgroup {
   static constexpr int block_q = config.block_q, block_kv = config.block_kv();
@@ -50,20 +50,20 @@ struct ProductWarpgroup {
   RingPosition<config.ds_stages> ds_position{1};
   RingPosition<max_int(config.bias_stages, 1)> bias_position{0};
   typename Policy::OfRows of_rows{params, Keys{*this}};
-  // For the head of the Q that was looked at last. Why it is kept where there is a register: it is
-  // loaded before the product of S and is available when the product is done.
+  // For the head of the last Q. Why it is kept where there is a register: it is loaded before the
+  // product of S and is available when the product is done.
   using Once = typename Policy::Once;
   static constexpr bool keeps_once = Policy::adds_straight_line && sizeof(Once) == sizeof(float);
   Once once;
-  // For the tile whose scores are being computed, if it is partial. Terms that change scores or
-  // drop weights need the registers for themselves.
+  // What `hide` needs for the tile whose scores are being computed, if that tile is partial. Terms
+  // that change scores or drop weights leave no registers for it.
   static constexpr bool looks_ahead =
       Policy::looks_ahead_by_keys && !Policy::drops && !Policy::transforms;
   typename Policy::template Ahead<block_q / 2, RowsAre::keys> ahead;
 
   __device__ __forceinline__ auto sequence() const { return sequence_of<Extents>(params, plan); }
 
-  // Call it after the whole warp has read or written what the barrier protects.
+  // Must be called after the whole warp has read or written the data that the barrier protects.
   __device__ __forceinline__ void arrive(u64* barrier) {
     __syncwarp();
     if (lane < arrivals_of_warp) ptx::mbarrier_arrive(barrier);
@@ -74,8 +74,8 @@ struct ProductWarpgroup {
   __device__ __forceinline__ void wait_dout(const Position& at) {
     ptx::mbarrier_wait(&smem.dout_full[at.stage], at.phase);
   }
-  // Rows of K and V behind the end of a ragged sequence become zeros; each warpgroup clears the
-  // rows that it multiplies.
+  // Rows of K and V past the end of a ragged sequence become zeros; each warpgroup clears the rows
+  // that it multiplies.
   __device__ __forceinline__ void wait_k() { wait_keys<config.head_dim>(&smem.k_full, smem.k); }
   __device__ __forceinline__ void wait_v() { wait_keys<config.head_dim_v>(&smem.v_full, smem.v); }
   template <int columns>
@@ -96,8 +96,8 @@ struct ProductWarpgroup {
     if constexpr (keeps_once) once = Once(params, HeadOf{*this, at.stage});
     return SeenTile(smem.seen_tile[at.stage][warpgroup]);
   }
-  // Reads what hides scores of the Q at `position`, if it is a partial tile. Call it some time
-  // after seen_tile: the branch waits until the tile has come from shared memory.
+  // Reads what hides scores of the Q at `position`, if that tile is partial. It should be called
+  // some time after seen_tile: the branch waits until the tile has arrived from shared memory.
   __device__ __forceinline__ void look_ahead(SeenTile tile) {
     if constexpr (looks_ahead) {
       if (tile.is_partial()) Policy::look_ahead(ahead, params, Place{*this, tile, position.stage});
@@ -113,7 +113,8 @@ struct ProductWarpgroup {
                                                const unsigned char* queries) {
     constexpr int key_panel = panel_bytes(block_kv) >> 4, query_panel = panel_bytes(block_q) >> 4;
     u32 key_low = wgmma::descriptor_low(ptx::smem_address(keys) + panel_bytes(row), 16);
-    // Why: the compiler would keep all these descriptors in registers across the loop, and spill.
+    // Why: otherwise the compiler would keep all these descriptors in registers across the loop,
+    // and spill.
     if constexpr (!config.warpgroups_own_keys) asm volatile("" : "+r"(key_low));
     const u32 query_low = wgmma::descriptor_low(ptx::smem_address(queries), 16);
 #pragma unroll
@@ -164,7 +165,7 @@ struct ProductWarpgroup {
     for (int step = 0; step < block_q / 16; ++step) wgmma::hold(packed[step]);
   }
 
-  // The place of this thread's rows.
+  // Where this thread's rows lie (`at` in common/scores.cuh).
   struct Keys {
     static constexpr RowsAre rows_are = RowsAre::keys;
     const ProductWarpgroup& kernel;
@@ -179,7 +180,7 @@ struct ProductWarpgroup {
     __device__ __forceinline__ int batch() const { return kernel.plan.batch; }
     __device__ __forceinline__ int head() const { return kernel.smem.head[stage]; }
   };
-  // The place of its scores; `stage` is that of Q, which is still held.
+  // Where its scores lie; `stage` is that of Q, which is still held.
   struct Place {
     static constexpr RowsAre rows_are = RowsAre::keys;
     const ProductWarpgroup& kernel;
@@ -202,8 +203,8 @@ struct ProductWarpgroup {
     }
     __device__ __forceinline__ Band band() const { return kernel.sequence().band(); }
     __device__ __forceinline__ RowBand row_band() const { return kernel.sequence().row_band(); }
-    // For a staged bias: the queries of this warpgroup's keys, and where the warp's keys begin in
-    // their panel, in units of eight keys.
+    // For a staged bias: the address of the queries of this warpgroup's keys, and the offset of the
+    // warp's keys in their panel, in units of eight keys.
     __device__ __forceinline__ u32 staged_rows() const {
       if constexpr (config.bias_stages > 0)
         return ptx::smem_address(kernel.smem.bias[kernel.bias_position.stage]) +
@@ -230,11 +231,11 @@ struct ProductWarpgroup {
                                       panel_bytes(kernel.row + kernel.warp * 16));
     }
   };
-  // The place of the tile's first query, from which lines are counted.
+  // The first query of the tile, from which lines are counted.
   struct TileStart : Place {
     __device__ __forceinline__ int column() const { return this->tile.q_tile() * block_q; }
   };
-  // Must precede terms that add to the contents of the room.
+  // Must be called before terms add to the contents of the room.
   __device__ __forceinline__ void wait_for_room() {
     if constexpr (config.makes_dq && Policy::has_gradient)
       ptx::mbarrier_wait(&smem.ds_empty[ds_position.stage], ds_position.phase);
@@ -287,8 +288,9 @@ struct ProductWarpgroup {
     }
   }
 
-  // Sets what S starts from. Where a term changes scores, S starts from 0 and the row term is added
-  // later. For a line, the start includes the part that is the same for all keys and all tiles.
+  // Sets the values that S starts from. Where a term changes scores, S starts from 0 and the row
+  // term is added later. For a line, the start includes the part that is the same for all keys and
+  // all tiles.
   __device__ __forceinline__ void start_scores(Fragment& s, int stage) {
     if constexpr (Policy::transforms && !Policy::adds_line) {
 #pragma unroll
@@ -298,8 +300,8 @@ struct ProductWarpgroup {
     }
   }
 
-  // Sets what dP starts from. Where weights are dropped, the row term is added after dP is
-  // complete.
+  // Sets the values that dP starts from. Where weights are dropped, the row term is added after dP
+  // is complete.
   __device__ __forceinline__ void start_dp(Fragment& dp, int stage) {
     if constexpr (Policy::drops) {
 #pragma unroll
@@ -314,8 +316,8 @@ struct ProductWarpgroup {
   // The unit of dS where weights are dropped. It saves multiplying dP by the factor of kept
   // weights: the host multiplies dQ and dK by it instead.
   __device__ __forceinline__ float ds_unit() { return Policy::drops ? kept_weight() : 1.0f; }
-  // P (dP - D) of element i, from a product that started as in start_dp, and a weight whose sign
-  // marks it if it is dropped.
+  // P (dP - D) of element i, from a product that started as in start_dp, and from a weight whose
+  // sign marks it if it is dropped.
   __device__ __forceinline__ float weighted_dp(float p, float dp, int i, int stage) {
     if constexpr (!Policy::drops) return p * dp;
     const float2 pair =
@@ -346,8 +348,8 @@ struct ProductWarpgroup {
                            swizzled_chunk(lane % 16, step % 4 * 2 + lane / 16),
                        ds[step][0], ds[step][1], ds[step][2], ds[step][3]);
   }
-  // Why separate: the fence waits for the stores, which can proceed while the product issued in the
-  // meantime runs.
+  // Why this is separate: the fence waits for the stores, which can proceed while the product
+  // issued in the meantime runs.
   __device__ __forceinline__ void publish_ds() {
     if constexpr (!config.makes_dq) return;
     ptx::fence_proxy_async();
@@ -355,8 +357,8 @@ struct ProductWarpgroup {
     ds_position.advance();
   }
 
-  // Waits until every dS has been read, and with it K and V. Without dQ, K and V are read only for
-  // S and dP, and these are done.
+  // Waits until every dS has been read, and K and V with it. Without dQ, K and V are read only for
+  // S and dP, which are done.
   __device__ __forceinline__ void wait_for_dq() {
     if constexpr (!config.makes_dq) return;
     for (int i = 0; i < config.ds_stages; ++i) {
@@ -410,8 +412,8 @@ struct ProductWarpgroup {
     }
   }
 
-  // Stores only the first `keys` rows that a warp has staged: the rows behind them belong to
-  // another sequence.
+  // Stores only the first `keys` rows that a warp has staged: the rows after them belong to another
+  // sequence.
   template <int columns>
   __device__ __forceinline__ void store_rows(const unsigned char* staging, int keys, bool is_dv) {
     ptx::u16* out =
@@ -457,7 +459,8 @@ struct ProductWarpgroup {
     static_assert(columns / 16 % at_once == 0);
     unsigned char* staging = room + panel_bytes(row + warp * 16);
     const u32 address = ptx::smem_address(staging);
-    // Read before the rounding, which covers the wait for shared memory, where there are registers.
+    // Where there are registers, this is read before the rounding, which hides the wait for shared
+    // memory.
     constexpr bool reads_early = config.head_dim + config.head_dim_v <= 128;
     StoredRows rows;
     if constexpr (reads_early) rows = stored_rows();
@@ -524,7 +527,7 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
     }
   }
 
-  // Forms dS of this step from its weights and dP.
+  // Computes dS of this step from its weights and dP.
   __device__ __forceinline__ void form_ds(
       Packed& ds, const Weights<config.keeps_rest(), config.bf16, block_q / 2>& weights,
       const Fragment& dp, SeenTile tile) {
@@ -576,7 +579,7 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
   }
 
   // Where weights are dropped, the product of dV runs together with that of dK: dV needs the kept
-  // weights, dS needs all of them, and there are no registers for both. dV is made first, and the
+  // weights, dS needs all of them, and there are no registers for both. dV is issued first, and the
   // next scores are issued during dK, when the weights have been read.
   static constexpr bool dv_with_dp = config.makes_dkv && !Policy::drops;
   static constexpr bool dv_with_dk = config.makes_dkv && Policy::drops;
@@ -682,8 +685,8 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
       step(s, tile, last);
   }
 
-  // Makes what S and dP of all rows start from, while the loads are in flight. Invariant: no stage
-  // is used twice, so that step i has stage i.
+  // Computes the values that S and dP of all rows start from, while the loads are in flight.
+  // Invariant: no stage is used twice, so step i has stage i.
   __device__ __forceinline__ void make_row_terms() {
     constexpr int lanes = row_lanes(config.head_dim_v), threads = 256;
     const int thread = threadIdx.x % threads;
@@ -755,7 +758,7 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
   }
 };
 
-// Two warpgroups share 64 keys: this one owns dV, makes the weights and hands them over.
+// Two warpgroups share 64 keys. This one owns dV, computes the weights and passes them on.
 template <BackwardConfig config, typename Policy, typename Extents>
 struct DvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
   using Base = ProductWarpgroup<config, Policy, Extents>;
@@ -868,7 +871,7 @@ struct DvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
   }
 };
 
-// Two warpgroups share 64 keys: this one owns dK and makes dS.
+// Two warpgroups share 64 keys. This one owns dK and computes dS.
 template <BackwardConfig config, typename Policy, typename Extents>
 struct DkWarpgroup : ProductWarpgroup<config, Policy, Extents> {
   using Base = ProductWarpgroup<config, Policy, Extents>;
@@ -877,7 +880,7 @@ struct DkWarpgroup : ProductWarpgroup<config, Policy, Extents> {
 
   typename Base::KeySums dk;
 
-  // Where terms change dS, their place must be known; it arrives with Q.
+  // Terms that change dS need their place, which arrives with Q.
   static constexpr bool needs_place = Policy::has_gradient;
 
   __device__ __forceinline__ void form_ds(Packed& ds, const Fragment& dp, u32 phase) {

@@ -1,4 +1,4 @@
-// Warpgroups 0 and 1 of the backward kernel: the producer, and the warpgroup that makes dQ. For
+// Warpgroups 0 and 1 of the backward kernel: the producer, and the warpgroup that computes dQ. For
 // steps, roles and barriers see backward.cuh.
 #pragma once
 
@@ -28,7 +28,7 @@ __device__ __forceinline__ long long query_tile_index(const Params& params,
   return (static_cast<long long>(plan.batch) * heads + head) * params.q_tiles + q_tile;
 }
 
-// The number of a query tile's rows that belong to the sequence: the rows behind them may belong to
+// The number of rows of a query tile that belong to the sequence: the rows after them may belong to
 // another one.
 template <int block_q, typename Params, typename Extents>
 __device__ __forceinline__ int rows_of(const Params& params, const BackwardPlan<Extents>& plan,
@@ -75,7 +75,7 @@ struct BackwardProducer {
                        panel * panel_columns, row, head, sequence().batch(plan.batch), policy);
   }
 
-  // Rows and columns beyond the tensors arrive as zeros.
+  // TMA fills rows and columns beyond the tensors with zeros.
   __device__ __forceinline__ void load_k() {
     ptx::mbarrier_arrive_expect_tx(&smem.k_full, sizeof(smem.k));
     load_matrix(smem.k, params.k_map, &smem.k_full, config.head_dim, block_kv,
@@ -106,8 +106,8 @@ struct BackwardProducer {
     return hidden ? SeenTile::hidden : SeenTile::partial;
   }
 
-  // The barrier that a query tile's load completes on: the one that product warpgroups wait for or,
-  // where rows have to be cleared first, the one of RowClearer.
+  // The barrier that the load of a query tile completes on: the one that product warpgroups wait
+  // for or, where rows have to be cleared first, the one of RowClearer.
   __device__ __forceinline__ u64* landing(u64* full, int stage, int q_tile) {
     if constexpr (Extents::ragged)
       return full + stage +
@@ -116,7 +116,7 @@ struct BackwardProducer {
   }
 
   // Loads Q or dO of one step; `full` also waits for its row vector. The producer determines the
-  // tile's visibility here, because in the product warpgroups that would delay the first
+  // visibility of the tile, because in the product warpgroups this would delay the first
   // exponential after their scores.
   __device__ __forceinline__ void load_q(int stage, const StepCursor& at, int q_tile, int step) {
     u64* full = landing(smem.q_full, stage, q_tile);
@@ -184,10 +184,10 @@ struct BackwardProducer {
   }
 };
 
-// A warp clears what lies behind the end of a ragged sequence in its last query tile, between the
-// load and the products, which do not check for it. Only that tile waits for this warp. Invariant:
-// it takes Q and dO in the order of their loads, so that it waits for nothing that the producer
-// does not wait for.
+// In the last query tile of a ragged sequence, a warp clears the rows past the end, between the
+// load and the products, which do not check for such rows. Only that tile waits for this warp.
+// Invariant: the warp takes Q and dO in the order of their loads, so it waits for nothing that the
+// producer does not wait for.
 template <BackwardConfig config, typename Policy, typename Extents>
 struct RowClearer {
   const ParamsOf<BackwardParams, Policy, Extents>& params;
@@ -230,7 +230,7 @@ struct BiasProducer {
   BackwardSmem<config, Extents>& smem;
   const BackwardPlan<Extents>& plan;
 
-  // Queries and keys beyond the tensor arrive as zeros.
+  // TMA fills queries and keys beyond the tensor with zeros.
   __device__ __forceinline__ void load(int stage, const StepCursor& at) {
     const int head = plan.head_kv * params.heads_per_kv + at.head;
     const int row = query_tile_at(params, plan, at.q_tile) * config.block_q;
@@ -281,7 +281,7 @@ __device__ __forceinline__ DqTicket ticket_by_keys(const Params& params,
 }
 
 // Manages the tickets of the KV tiles for the sums of dQ, in two dedicated threads. Why: a fence or
-// an access to global memory takes a good part of a step.
+// an access to global memory takes a large part of a step.
 template <BackwardConfig config, typename Policy, typename Extents>
 struct DqTicketKeeper {
   const ParamsOf<BackwardParams, Policy, Extents>& params;
@@ -301,12 +301,12 @@ struct DqTicketKeeper {
     return {before, tiles.count() - 1 - before};
   }
 
-  // Looks ahead for tickets that have come up. In key order, all earlier tiles must have added. In
-  // claim order only the first must have added, or all if this tile is the last. Why this cannot
-  // hang: a CTA that is waited for is already running. In key order its work has a smaller number.
-  // In claim order it has taken its ticket; it waits only for the ticket that it took last, and
-  // among the CTAs with tickets for the same tile the first waits for none, the others wait for the
-  // first, and the last waits for all of them.
+  // Waits ahead of time for tickets to come up. In key order, all earlier tiles must have added. In
+  // claim order only the first must have added, or all of them if this tile is the last. Why this
+  // cannot hang: a CTA that another one waits for is already running. In key order its work has a
+  // smaller number. In claim order it has taken its ticket; it waits only for the ticket that it
+  // took last, and among the CTAs with tickets for the same tile the first waits for none, the
+  // others wait for the first, and the last waits for all of them.
   __device__ __forceinline__ void await() {
     ptx::wait_for_previous_grid();
     StepCursor cursor(plan);
@@ -378,7 +378,8 @@ struct DqWarpgroup {
   const ParamsOf<BackwardParams, Policy, Extents>& params;
   BackwardSmem<config, Extents>& smem;
   const BackwardPlan<Extents>& plan;
-  // Why it is recomputed each time: the value would be kept in a register that is needed elsewhere.
+  // Why this is recomputed at every use: the value would be kept in a register that is needed
+  // elsewhere.
   struct Thread {
     __device__ __forceinline__ operator int() const { return ptx::thread_again() % 128; }
   } thread;
@@ -451,7 +452,7 @@ struct DqWarpgroup {
   }
 
   // The only KV tile, or the last to arrive, writes dQ. The four lanes that share a row exchange
-  // column pairs for whole chunks of eight columns.
+  // column pairs to form whole chunks of eight columns.
   __device__ __forceinline__ void write(const float (&dq)[columns / 2], int block, int pass) {
     const int row = q_tile * config.block_q + block * 64 + thread / 32 * 16 + thread % 32 / 4;
     const int head = plan.head_kv * params.heads_per_kv + cursor.head;
@@ -476,7 +477,7 @@ struct DqWarpgroup {
     }
   }
 
-  // Whether this tile is the first to add to the dQ of this step, and the last.
+  // Whether this tile is the first, and whether it is the last, to add to the dQ of this step.
   struct Place {
     bool first, last;
   };

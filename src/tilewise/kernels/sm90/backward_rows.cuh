@@ -1,6 +1,6 @@
-// The row terms of the backward: what S and dP of a query row start from. `preprocess` makes them
-// in a kernel of its own; where a CTA has the only KV tile and room for all of its query tiles, the
-// main kernel makes them itself (BackwardConfig::makes_row_terms).
+// The row terms of the backward, that is, the values that S and dP of a query row start from.
+// `preprocess` computes them in a kernel of its own; where a CTA has the only KV tile and room for
+// all of its query tiles, the main kernel computes them itself (BackwardConfig::makes_row_terms).
 #pragma once
 
 #include "../common/softmax.cuh"
@@ -33,8 +33,8 @@ TILEWISE_INLINE int row_lanes(int head_dim_v) {
   return head_dim_v <= 64 ? 8 : head_dim_v <= 128 ? 16 : 32;
 }
 
-// What S of a row starts from, in the units of its scores. Rows that do not exist or see no key
-// start from -inf, which makes every weight 0.
+// The value that S of a row starts from, in the units of its scores. Rows that do not exist or see
+// no key start from -inf, which makes every weight 0.
 template <typename Params>
 __device__ __forceinline__ float start_of_scores(const Params& params, float lse) {
   return lse == -infinity ? -infinity : fmaf(lse, params.lse_factor, params.start_bias);
@@ -54,8 +54,8 @@ __device__ __forceinline__ void for_rows(const Params& params, const Sequence& s
   const ptx::u16* dout = static_cast<const ptx::u16*>(params.dout) +
                          batch * params.dout_batch_stride + head * params.dout_head_stride +
                          start * params.dout_seq_stride + column;
-  // The loads of several rows precede all stores, which they could not pass: the compiler cannot
-  // know that these go elsewhere.
+  // The loads of several rows precede all stores. Why: the compiler cannot know that the stores go
+  // elsewhere, and does not move loads across them.
   constexpr int passes = block_rows / rows_at_once, loaded = passes < 4 ? passes : 4;
   static_assert(passes % loaded == 0);
 #pragma unroll

@@ -1,4 +1,5 @@
-// The elementwise part of a backward step: weights from scores, and how a thread stores them.
+// The elementwise part of a backward step: how weights are computed from scores, and how a thread
+// stores them.
 //
 // A thread's fragment of S^T, P^T, dP^T or dS^T: element i belongs to key row 16 warp + lane / 4 +
 // 8 row_of(i) and query column 2 (lane % 4) + column_of(i).
@@ -29,7 +30,7 @@ __device__ __forceinline__ void start_from(float (&accumulator)[count], const fl
 //   bf16  is truncated, so that one instruction cuts a weight into bytes or reassembles it. The
 //         host corrects this on average: it raises all weights by a factor, and divides dQ and
 //         dK by it.
-//   fp16  is rounded, by adding half a unit to the bits of the float; the rest is the bits below.
+//   fp16  is rounded, by adding half a unit to the bits of the float; the rest is the 8 bits below.
 //         Small weights are subnormal in fp16, where truncation would be noticeable.
 template <bool keeps_rest, bool bf16, int count>
 struct Weights {
@@ -58,7 +59,7 @@ struct Weights {
     }
   }
 
-  // With `marked`, weights may have a sign.
+  // With `marked`, weights may carry a sign.
   template <bool marked = false>
   __device__ __forceinline__ float get(int i) const {
     const ptx::u32 pair = packed[i / 8][i / 2 % 4];

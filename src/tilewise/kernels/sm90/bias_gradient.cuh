@@ -1,29 +1,29 @@
 // clang-format off
 // This kernel computes the gradient of a bias that batches or heads share, on Hopper, with TMA loads, wgmma products and sums
-// in registers. It runs beside backward.cuh, which makes dQ, dK and dV.
+// in registers. It runs in addition to backward.cuh, which computes dQ, dK and dV.
 //
-// Symbols as in backward.cuh: Q, dO of a (batch, head) pair, K, V of its KV head, and the row terms that preprocess made from
-// lse and D. A set of pairs shares one plane of the bias, namely the pairs that differ only in dimensions over which it is
-// broadcast. A work tile is 128 queries x 128 keys of a plane. A CTA goes through work tiles until none is left, and in each
-// through the pairs of the plane, except those in which the mask hides the whole tile:
+// Symbols as in backward.cuh: Q, dO of a (batch, head) pair, K, V of its KV head, and the row terms that preprocess computed
+// from lse and D. The pairs that share one plane of the bias differ only in dimensions over which the bias is broadcast. A work
+// tile is 128 queries x 128 keys of a plane. Each CTA takes work tiles until none is left, and goes through the pairs of the
+// plane, except those in which the mask hides the whole tile:
 //
 //   1. S = Q K^T, dP = dO V^T            wgmma, all in shared memory, 64 queries per warpgroup
 //   2. the policy's terms (common/scores.cuh), the row term, hidden keys: P = 2^(c S - lse)
 //   3. sums += P (dP - D)                float32, in registers, in the order of the pairs: the same bits every time
 //   4. after the last pair               dBias = sums, every score once: nothing has to be zeroed beforehand
-// No term has a slope (staged_bias.cuh), so dS is the gradient of each term.
+// No term has a slope (staged_bias.cuh), so dS is also the gradient of each term.
 //
 // Roles. Warpgroup 0: one thread, the producer, issues all loads. Warpgroups 1 and 2 do everything else.
 //
-// Shared memory (struct BiasGradientSmem): a ring of slots, alternating between Q with K and dO with V; the tile of the bias, 64
-// rows per warpgroup; barriers.
+// Shared memory (struct BiasGradientSmem): a ring of slots, which hold Q with K and dO with V alternately; the tile of the
+// bias, 64 rows per warpgroup; barriers.
 //
 // Barriers
 //   name          arrives, count            waits      protects
 //   full[slot]    producer + TMA bytes, 1   1 and 2    two operands are loaded
-//   empty[slot]   warps of 1 and 2, 8       producer   they are read
+//   empty[slot]   warps of 1 and 2, 8       producer   both operands are read
 //   bias_full     producer + TMA bytes, 1   1 and 2    the bias tile is loaded
-//   bias_empty    warps of 1 and 2, 8       producer   it is read, for all pairs
+//   bias_empty    warps of 1 and 2, 8       producer   the bias tile is read, for all pairs
 //
 // Registers per thread: S, dP and the sums 64 each, out of 232; the producer's warpgroup keeps 40.
 // clang-format on
@@ -40,7 +40,7 @@ struct BiasGradientConfig {
   bool bf16;       // else fp16
   int head_dim;    // class of q and k
   int head_dim_v;  // class of v and dout
-  int slots;       // of the ring of operands
+  int slots;       // slots in the ring of operands
 
   TILEWISE_INLINE int block_q() const { return 128; }
   TILEWISE_INLINE int block_kv() const { return 128; }
@@ -51,7 +51,7 @@ struct BiasGradientConfig {
 };
 
 struct BiasGradientParams {
-  ptx::TensorMap q_map;  // all maps have boxes of 128 rows, and are (dim, seq, head, batch)
+  ptx::TensorMap q_map;  // all maps have boxes of 128 rows and are (dim, seq, head, batch)
   ptx::TensorMap k_map;
   ptx::TensorMap v_map;
   ptx::TensorMap dout_map;
@@ -71,7 +71,7 @@ struct BiasGradientParams {
   int kv_tiles;
   float scale_log2;
   float softcap_in;
-  float sums_factor;      // dBias is the sums times this
+  float sums_factor;      // dBias = sums * sums_factor
   float start_dp_factor;  // factor of start_dp: the weight of what is not dropped
 };
 
@@ -104,7 +104,8 @@ struct BiasTile {
   }
 };
 
-// The loop that all roles share: work tiles, and in each the pairs that see some of it.
+// The loop that all roles share: over the work tiles and, in each, over the pairs that see some of
+// it.
 template <BiasGradientConfig config, typename Policy, typename Extents>
 struct BiasGradientWalk {
   using Params = ParamsOf<BiasGradientParams, Policy, Extents>;
@@ -217,7 +218,7 @@ struct BiasGradientConsumer : BiasGradientWalk<config, Policy, Extents> {
   bool has_bias = false;
   Fragment s, dp, sums;
 
-  // The place of this thread's scores.
+  // Where this thread's scores lie (`at` in common/scores.cuh).
   struct Place {
     static constexpr RowsAre rows_are = RowsAre::queries;
     const BiasGradientConsumer& kernel;
@@ -279,7 +280,7 @@ struct BiasGradientConsumer : BiasGradientWalk<config, Policy, Extents> {
     const long long pair = (static_cast<long long>(batch) * params.heads + head) * params.rows;
     float start_s[2], start_dp[2];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {  // rows past the end are not stored
+    for (int r = 0; r < 2; ++r) {  // rows past the end are never stored
       const int row = min_int(first_row(tile) + 8 * r, params.seq_q - 1);
       start_s[r] = __ldg(params.start_s + pair + row);
       start_dp[r] = __ldg(params.start_dp + pair + row) * params.start_dp_factor;

@@ -1,8 +1,8 @@
-// This kernel runs after a split forward kernel and combines its parts.
+// This kernel runs after a split forward kernel and combines the partial results.
 //
 //   w_i = exp(lse_i - m), m = max lse_i;  out = sum w_i out_i / sum w_i;  lse = m + ln(sum w_i)
-// One warp handles a row, with eight columns per lane. Parts are added in their order, so that the
-// bits are the same every time.
+// One warp handles a row, with eight columns per lane. Parts are added in a fixed order, so that
+// the result has the same bits every time.
 #pragma once
 
 #include "../common/softmax.cuh"
@@ -46,7 +46,7 @@ __device__ __forceinline__ void combine(const CombineParams& params) {
     const long long at = static_cast<long long>(i) * params.rows + row;
     const float weight = ptx::ex2((params.partial_lse[at] - shift) * log2_e);
     total += weight;
-    if (weight == 0.0f || column >= params.head_dim_v) continue;  // possibly never written
+    if (weight == 0.0f || column >= params.head_dim_v) continue;  // may never have been written
     const float4* part =
         reinterpret_cast<const float4*>(params.partial_out + at * params.head_dim_v + column);
     const float4 low = part[0], high = part[1];

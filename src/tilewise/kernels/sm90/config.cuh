@@ -28,7 +28,7 @@ struct Config {
   int ctas_per_sm;  // CTAs that share an SM
   bool split;  // a work item is a part of the keys of a query tile; combine.cuh combines the parts
   int bias_slots;     // slots of 64 query rows, where a bias is staged (staged_bias.cuh); else 0
-  bool stages_table;  // what a tile needs of a table of distances comes with its K
+  bool stages_table;  // the slice of a table of distances that a tile needs arrives with its K
                       // (staged_table.cuh)
 
   TILEWISE_INLINE int block_q() const { return consumers * 64; }
@@ -85,7 +85,7 @@ struct Params {
   float softcap_in;
 };
 
-// A CTA's plan for one work tile: its rows, and the KV tiles that they touch, partially or fully.
+// A CTA's plan for one work tile: its rows, and the KV tiles that they touch, in part or in full.
 template <typename Extents>
 struct TilePlan : Extents::Record {
   static constexpr int no_more_work = -1;  // in row_begin
@@ -103,8 +103,8 @@ struct TilePlan : Extents::Record {
 
 constexpr int work_slots = 2;
 
-// A ring of staged bias tiles of 64 query rows each: one per warpgroup in turn, KV tile after KV
-// tile.
+// A ring of staged bias tiles of 64 query rows each, which the warpgroups use round-robin, KV tile
+// after KV tile.
 template <Config config, bool staged = (config.bias_slots > 0)>
 struct BiasRing {};
 template <Config config>
@@ -113,7 +113,7 @@ struct BiasRing<config, true> {
   ptx::u64 bias_full[config.bias_slots], bias_empty[config.bias_slots];
 };
 
-// What KV tiles need of a table of distances, in the stages of their K.
+// The slices of a table of distances that KV tiles need, in the stages of K.
 template <Config config, bool staged = config.stages_table>
 struct TableStages {};
 template <Config config>
@@ -136,7 +136,7 @@ struct Smem : BiasRing<config> {
   TilePlan<Extents> plan[work_slots];
   TileRange own[work_slots][config.consumers];  // the part of plan.touched that a warpgroup sees
   int met_nonfinite[work_slots];
-  OnceRoom once[work_slots];  // for the plan's head, where weights are dropped
+  OnceRoom once[work_slots];  // of the plan's head, where weights are dropped
   TableStages<config> table;
 };
 
@@ -148,8 +148,8 @@ struct RingPosition {
   ptx::u32 phase;
 
   __device__ __forceinline__ explicit RingPosition(ptx::u32 first_phase) : phase(first_phase) {}
-  // The position, `steps` after one that began with phase 0. For callers for which arithmetic is
-  // cheaper than registers.
+  // The position `steps` steps after one that began with phase 0. It serves callers for which
+  // arithmetic is cheaper than registers.
   __device__ __forceinline__ static RingPosition after(int steps) {
     RingPosition position(static_cast<unsigned>(steps) / stages & 1);
     position.stage = static_cast<unsigned>(steps) % stages;

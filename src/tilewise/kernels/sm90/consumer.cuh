@@ -19,7 +19,7 @@ struct BarrierId {
 };
 
 // A warpgroup's part of a work tile: 64 rows, and the KV tiles that they see. Why a pointer: the
-// plan stays in shared memory, so that registers are free for the loop.
+// plan stays in shared memory, which leaves its registers to the loop.
 template <typename Extents>
 struct PartOf {
   const TilePlan<Extents>* plan;
@@ -34,10 +34,10 @@ struct Consumer {
   static constexpr int block_kv = config.block_kv;
   static constexpr int panels = panel_count(config.head_dim_v), staged = config.staged_panels();
   static constexpr bool in_two_parts = staged < panels && !config.split;
-  // Q is released with the last scores. A window's last tiles have a loop of their own, and without
-  // terms the release waits until after that loop.
+  // Q is released together with the K of the last scores. The last tiles of a window have a loop of
+  // their own, and without terms the release waits until that loop is done.
   static constexpr bool early_release = config.mask != mask_window || Policy::has_operands;
-  // Whether there may be partial tiles behind the full ones.
+  // Whether partial tiles may follow the full ones.
   static constexpr bool partial_last = config.mask == mask_window || HasTileMap<Extents>;
   using ScoreProduct = wgmma::Product<block_kv, config.bf16>;
   using ValueProduct = wgmma::Product<config.head_dim_v, config.bf16>;
@@ -58,34 +58,35 @@ struct Consumer {
   RingPosition<max_int(config.bias_slots, 1)> bias_position{0};
   u32 q_phase = 0;
   u32 out_phase = 1;
-  bool out_rest = false;  // panels of the previous tile still have to be staged
+  bool out_rest = false;  // panels of the previous tile are still to be staged
 
   float s[block_kv / 2];
   u32 p[block_kv / 16][4];
   float o[config.head_dim_v / 2];
   Softmax softmax;
   static constexpr bool tells_easy = Policy::has_easy && config.head_dim <= 128;
-  // Whether partial tiles keep the maximum, like full ones, where all rows have one. Nothing can be
-  // hidden where the arithmetic of a term is part of the exponents.
+  // Whether partial tiles keep the maximum, as full tiles do, once every row has one. A kernel
+  // whose exponents include the arithmetic of a term cannot: scores can no longer be hidden between
+  // the two.
   static constexpr bool hides_lazily =
       HasTileMap<Extents> && !(Policy::has_exponents && tells_easy);
   const decltype(Policy::template exponents<true>(params)) easy_exponents =
       Policy::template exponents<true>(params);
   typename Policy::Once once;  // for this work tile
-  // Whether it is made while the first scores are computed: the assembler waits for the slope of a
-  // line as soon as it has issued its load.
+  // Whether `once` is computed while the first scores are: the assembler waits for the slope of a
+  // line as soon as it has issued the load of it.
   static constexpr bool makes_once_late = Policy::adds_line && !Policy::drops;
   typename Policy::OfRows of_rows;
-  // For the tile whose scores are being computed: random words for as many blocks of sixteen keys
-  // as registers allow. The others are drawn when they are needed.
+  // Random words for the tile whose scores are being computed, for as many blocks of sixteen keys
+  // as registers allow. The other words are drawn when they are needed.
   static constexpr int drawn_early =
       !Policy::drops || config.consumers > 2 || config.head_dim_v > 128 ? 1 : block_kv / 16;
   u32 drawn[drawn_early][drawn_words];
-  // For the tile whose scores are being computed, if it is partial.
+  // What `hide` needs for the tile whose scores are being computed, if that tile is partial.
   typename Policy::template Ahead<block_kv / 2, RowsAre::queries> ahead;
 
-  // For the tile whose scores are being computed. Wide heads leave no registers for that, nor do
-  // random words.
+  // Whether numbers that terms read are loaded while the scores are being computed. Wide heads and
+  // random words leave no registers for them.
   static constexpr bool loads_early =
       Policy::loads_early && config.head_dim <= 128 && !Policy::drops;
   typename Policy::template Early<block_kv / 2> early;
@@ -146,7 +147,7 @@ struct Consumer {
     arrive(&smem.k_empty[k_position.stage]);
     if (early_release && last) arrive(&smem.q_empty[warpgroup]);
   }
-  // Slots go to the warpgroups in turn.
+  // The warpgroups use the slots round-robin.
   __device__ __forceinline__ void next_bias(int count) {
     if constexpr (config.bias_slots > 0) {
 #pragma unroll
@@ -154,9 +155,9 @@ struct Consumer {
     }
   }
   // The bias has been read, by the slow path too. Invariant: its words have been used, by a shuffle
-  // or a branch that waits for them. An arrive does not wait for loads in flight, and these loads
-  // may be delayed for as long as another warpgroup's products read shared memory; TMA could then
-  // overwrite the tile before they complete.
+  // or a branch that waits for them. Why: an arrive does not wait for loads in flight, and these
+  // loads may be delayed for as long as another warpgroup's products read shared memory; TMA could
+  // then overwrite the tile before they complete.
   __device__ __forceinline__ void release_bias() {
     if constexpr (config.bias_slots > 0) {
       __syncwarp();
@@ -169,12 +170,12 @@ struct Consumer {
     v_position.advance();
   }
 
-  // The KV tile at a position of the plan. Everything else in this class counts positions.
+  // The KV tile at a position of the plan. All other members of this class count positions.
   __device__ __forceinline__ int kv_tile_at(const Part& part, int position) const {
     return kv_tile_of<Extents>(params, *part.plan, position);
   }
 
-  // The place of this thread's scores.
+  // Where this thread's scores lie (`at` in common/scores.cuh).
   struct Spot {
     static constexpr RowsAre rows_are = RowsAre::queries;
     const Consumer& kernel;
@@ -192,8 +193,8 @@ struct Consumer {
     __device__ __forceinline__ Band band() const { return kernel.sequence(part).band(); }
     __device__ __forceinline__ RowBand row_band() const { return kernel.sequence(part).row_band(); }
     __device__ __forceinline__ const typename Policy::Once& once() const { return kernel.once; }
-    // For a staged bias: the first of this warp's rows, and where its keys begin in their panel, in
-    // units of eight keys.
+    // For a staged bias: the address of the first of this warp's rows, and the offset of its keys
+    // in their panel, in units of eight keys.
     __device__ __forceinline__ u32 staged_rows() const {
       if constexpr (config.bias_slots > 0)
         return ptx::smem_address(kernel.smem.bias[kernel.bias_position.stage]) +
@@ -201,8 +202,8 @@ struct Consumer {
       return 0;
     }
     __device__ __forceinline__ int staged_chunk() const { return 0; }
-    // For a staged table: what there is for the tiles of this plan, the slice of this tile, which
-    // has the stage of its K, and where the number of element 0 is in it.
+    // For a staged table: the slices for the tiles of this plan, the slice of this tile, which is
+    // in the stage of its K, and the index of element 0 in that slice.
     __device__ __forceinline__ TableSlices table_slices() const
       requires(config.stages_table)
     {
@@ -235,17 +236,18 @@ struct Consumer {
   };
 
   // Step 2. Scores on a line exclude the starts of their rows; the softmax adds a row's start to
-  // all of its scores at once. Wide heads leave no registers for that, nor for both variants.
+  // all of its scores at once. Wide heads leave no registers for this, nor for both variants of
+  // `apply`.
   static constexpr bool adds_line =
       Policy::adds_line && !Policy::observes && config.head_dim <= 128;
   __device__ __forceinline__ FromStarts starts_of(const Line& line) const {
     return {{line.start[0] * params.scale_log2, line.start[1] * params.scale_log2}};
   }
-  // The exponents of a lazy tile's scores. These two are written so that exponents have registers
-  // of their own, of which there are few: then the assembler puts the arithmetic of a score right
-  // before its exponential. It would otherwise do all of it first, and the unit of exponentials,
-  // which has most to do, would idle meanwhile: an instruction takes four cycles while products are
-  // in flight, because they read and write registers too.
+  // The exponents of a lazy tile's scores. OnLine and InTurns give exponents a few registers of
+  // their own: the assembler then puts the arithmetic of a score right before its exponential.
+  // Otherwise it would do all of the arithmetic first, while the exponential unit, which is the
+  // bottleneck, idles: an instruction takes four cycles while products are in flight, because they
+  // read and write registers too.
   struct OnLine {
     float scale_log2, per_column;
     __device__ __forceinline__ float operator()(float s, float base, int i) const {
@@ -254,7 +256,7 @@ struct Consumer {
   };
   struct InTurns {
     float scale_log2;
-    float blocks;  // not negative, which the assembler does not know: it keeps to these registers
+    float blocks;  // not negative, which the assembler does not know, so it keeps these registers
     float turn[4];
     __device__ __forceinline__ float operator()(float s, float base, int i) {
       if (i < 4)
@@ -288,14 +290,14 @@ struct Consumer {
       return FromZero{};
     }
   }
-  // Reads what step 3 needs for a partial tile, before the products of its scores are waited for.
+  // Reads what step 3 needs for a partial tile, before the wait for the products of its scores.
   __device__ __forceinline__ void look_ahead(const Part& part, int kv_tile, bool partial) {
     if constexpr (Policy::looks_ahead) {
       if (partial) Policy::look_ahead(ahead, params, Place{{*this, part, kv_tile}});
     }
   }
-  // Loads what step 2 needs, likewise. Why `hold` in both branches: the compiler would compute all
-  // addresses in either branch, and load behind them.
+  // Loads what step 2 needs, likewise. Why `hold` in both branches: the compiler would otherwise
+  // compute the addresses of either branch first, and issue the loads after all of them.
   __device__ __forceinline__ void load_early(const Part& part, int kv_tile) {
     if constexpr (loads_early) {
       const Spot place{*this, part, kv_tile};
@@ -329,7 +331,7 @@ struct Consumer {
       ptx::mbarrier_wait(&smem.k_full[k_position.stage], k_position.phase);
     }
   }
-  // Makes P as step 8 needs it.
+  // Makes P in the form that step 8 needs.
   __device__ __forceinline__ void pack(const Part& part, int kv_tile) {
     pack_block<config.bf16>(s, p);
     if constexpr (Policy::drops) Policy::drop(p, drawn, params, Place{{*this, part, kv_tile}});
@@ -363,7 +365,7 @@ struct Consumer {
     rescale(alpha);
   }
 
-  // Whether some row of this warp has seen no key yet.
+  // Whether some row of this warp has not seen a key yet.
   __device__ __forceinline__ bool misses_rows() const {
     return __any_sync(0xffffffffu,
                       softmax.reference[0] == -infinity || softmax.reference[1] == -infinity);
@@ -393,7 +395,8 @@ struct Consumer {
     draw(part, kv_tile);
     wgmma::wait<0>();
     wgmma::hold(s);
-    // A staged table is released with K, so as a bias (release_bias) not before it has been used.
+    // Like a bias (release_bias), a staged table, which is released with K, is released only after
+    // its use.
     if (!config.stages_table) release_operands(kv_tile == part.own.begin);
     const auto starts = apply_terms(part, kv_tile);
     if (part.plan->partial(kv_tile)) hide(part, kv_tile);
@@ -463,9 +466,9 @@ struct Consumer {
     pack(part, kv_tile);
   }
 
-  // Steps 2 to 5 of a lazy tile; whether its block is good in all threads of the warp. Where scores
-  // may be easy, both ways contain the exponentials, which overlap with the arithmetic of the
-  // terms. Wide heads leave no registers for two ways.
+  // Steps 2 to 5 of a lazy tile. Returns whether its block is good in all threads of the warp.
+  // Where scores may be easy, both variants contain the exponentials, which overlap with the
+  // arithmetic of the terms. Wide heads leave no registers for two variants.
   template <bool partial>
   __device__ __forceinline__ bool lazy_weights(const Part& part, int kv_tile, float (&block)[2]) {
     if constexpr (tells_easy) {
@@ -497,8 +500,9 @@ struct Consumer {
     }
   }
 
-  // The steady loop: tiles n down to `last`, all of them partial or none; `before` as in attend().
-  // Why the slow path is placed after the loop and re-enters it: the loop's code stays contiguous.
+  // The steady loop: tiles n down to `last`, either all or none of them partial; `before` as in
+  // attend(). Why the slow path is placed after the loop and re-enters it: this keeps the code of
+  // the loop contiguous.
   template <bool partial>
   __device__ __forceinline__ void lazy_tiles(const Part& part, int& n, int last, bool& before) {
     const int final_tile = partial_last ? part.own.begin : last;
@@ -515,8 +519,7 @@ struct Consumer {
         good = lazy_weights<partial>(part, n, block);
         // Why there is a wait on either side of this branch: the assembler sinks exponentials below
         // a wait, but the branch needs all of them, so they stay above it and overlap with the
-        // products in flight. The waits differ in their text because they would be merged
-        // otherwise.
+        // products in flight. The texts of the two waits differ so that they are not merged.
         if (!good) break;
         softmax.add(block);
         release_operands(n == final_tile);
@@ -604,8 +607,7 @@ struct Consumer {
     skip_tiles(part.own.begin - plan.touched.begin);
   }
 
-  // Gives values that are inf or NaN in a partial V tile, which the scanner zeroed, back to the
-  // rows that see them.
+  // Adds inf and NaN of partial V tiles, which the scanner zeroed, to the rows that see them.
   __device__ __forceinline__ void restore_nonfinite(const Part& part) {
     const Plan& plan = *part.plan;
     const Band band = sequence(part).band();
@@ -633,7 +635,7 @@ struct Consumer {
     }
   }
 
-  // The index of the first row among the rows of all heads, batches and splits.
+  // The index of this part's first row among the rows of all heads, batches and splits.
   __device__ __forceinline__ long long first_row(const Part& part) {
     const Plan& plan = *part.plan;
     const int batches = Extents::ragged ? 1 : params.batch;  // of the tensors
@@ -654,8 +656,8 @@ struct Consumer {
     }
   }
 
-  // Lets the terms finish the rows' maxima and sums; O is multiplied by `factor`. Only the first
-  // part of the keys counts contributions that do not come from a key.
+  // Lets the terms finish the rows' maxima and sums; O is multiplied by `factor`. Contributions
+  // that do not come from a key are counted by the first part of the keys alone.
   __device__ __forceinline__ void finish_rows(const Part& part, Softmax& softmax,
                                               float (&factor)[2]) {
 #pragma unroll
@@ -679,7 +681,7 @@ struct Consumer {
     rescale(inverse);
   }
 
-  // Hands panels [first, first + staged) of this warpgroup's rows to the storer.
+  // Passes panels [first, first + staged) of this warpgroup's rows to the storer.
   template <int first>
   __device__ __forceinline__ void stage_out(const float (&rows)[config.head_dim_v / 2]) {
     ptx::mbarrier_wait(&smem.out_empty[warpgroup], out_phase);
@@ -716,8 +718,8 @@ struct Consumer {
     }
   }
 
-  // Stages the panels for which there was no room. Why only now, after the next tile's first
-  // scores: by then the storer has emptied the room, and O is not needed earlier.
+  // Stages the panels that did not fit before. Why only now, after the next tile's first scores: by
+  // then the storer has emptied the space, and O is not needed earlier.
   __device__ __forceinline__ void stage_rest() {
     if constexpr (in_two_parts) {
       if (out_rest) stage_out<staged>(o);
@@ -756,8 +758,8 @@ struct Consumer {
     if constexpr (!in_two_parts) clear_out();
   }
 
-  // Handles a warpgroup whose rows see no key, or that has no rows at all. Why not through O:
-  // accumulators that are written on two paths make ptxas serialise the products.
+  // Handles a warpgroup whose rows see no key, or that has no rows. Why not through O: accumulators
+  // that are written on two paths make ptxas serialise the products.
   __device__ __forceinline__ void sit_out(const Part& part) {
     ptx::mbarrier_wait(&smem.q_full[warpgroup], q_phase);
     skip_tiles(part.plan->touched.count());
@@ -774,8 +776,8 @@ struct Consumer {
     }
     if (params.lse != nullptr) store_lse(part, none);
     if constexpr (config.split) {
-      // Without a term that finishes rows, this part's weight is 0, and combine does not read its
-      // out.
+      // Without a term that finishes rows, the weight of this part is 0, and combine does not read
+      // its out.
       if (Policy::finishes_rows && part.plan->split == 0) store_partial(part, nothing);
       return;
     }

@@ -15,29 +15,30 @@
 //   5. dV += 2^-e_o sum of P_i dO_j             wgmma with P in registers, into fresh accumulators; then added in float32
 //   6. dK += 2^-(u + e_q) sum of dS_i Q_j       likewise
 //   7. dQ += 2^-(u + e_k) scale sum of dS_i K_j      wgmma, dS from shared memory, into fresh accumulators; then added to dQ
-//                                                    in global memory, in any order or in key order, which gives the same
+//                                                    in global memory, in any order, or in key order, which gives the same
 //                                                    bits every time
-// Where a term of the policy (common/scores.cuh) changes scores, it is applied before step 2, whose scale then has no power
-// of two, and the P of step 4 is multiplied by the slopes of the terms. Softcap: S = tanh(2^-(e_k + e_q) S scale / cap),
-// scale = cap, 1 - S^2.
+// Where a term of the policy (common/scores.cuh) changes scores, it is applied before step 2, whose scale then includes no
+// power of two, and the P of step 4 is multiplied by the slopes of the terms. Softcap: S = tanh(2^-(e_k + e_q) S scale / cap),
+// scale = cap, slope 1 - S^2.
 // Where a term drops weights, the P of step 5 has zeros, and so has dP before D is subtracted.
 // S and its rounding are bit-identical to the forward's (which also uses three parts of bf16 where gradients are wanted):
 // weights add up to 1 even where scores are in the thousands and the last bit of a score is worth more than float32's
 // accuracy.
 // Why three parts of bf16 and not two of fp16, as in the forward: bf16 has the exponents of float32. The weights of a key may
-// be of any size (those of a query add up to 1), and so may dS. Parts of fp16 would need a scale for every key and tile, and
-// this kernel would still be needed for what they cannot hold. Why fresh accumulators: the tensor core truncates its sums.
+// be of any size (only those of a query add up to 1), and so may dS. Parts of fp16 would need a scale for every key and tile,
+// and this kernel would still be needed for values that they cannot hold. Why fresh accumulators: the tensor core truncates its
+// sums.
 //
 // Pieces. KV tiles that are few, long or unequal are cut into pieces (common/pieces.cuh), one CTA each. The first piece of a
-// tile that is done with dV or dK stores it, and the pieces after it add theirs: in the order of arrival or, if gradients are
-// to be deterministic, by their numbers (common/piece_tickets.cuh). Products of gradients that are not wanted (5, 6, 7) are
-// left out.
+// tile that is done with dV or dK stores it, and later pieces add theirs: in the order of arrival or, if gradients are to be
+// deterministic, by their numbers (common/piece_tickets.cuh). Products of gradients that are not wanted (5, 6, 7) are left out.
 //
-// Roles. Warpgroup 0: one thread issues all loads. Warpgroup 1 makes dQ (7). Warpgroup 2 owns dV (1, 2, 5) and hands P over
-// in shared memory; warpgroup 3 owns dK (3, 4, 6) and hands dS over in the same place. Each waits for its own products, while
-// those of the others run.
+// Roles. Warpgroup 0: one thread issues all loads. Warpgroup 1 computes dQ (7). Warpgroup 2 owns dV (1, 2, 5) and passes P on
+// through shared memory; warpgroup 3 owns dK (3, 4, 6) and passes dS on in the same place. Each waits for its own products,
+// while those of the others run.
 //
-// Shared memory (struct GradSmem): K and V of the CTA, rings of Q and dO, all in three parts; rooms that hold P and then dS.
+// Shared memory (struct GradSmem): K and V of the CTA, and rings of Q and dO, all in three parts; rooms that hold first P, then
+// dS.
 //
 // Barriers
 //   name                  arrives, count              waits             protects
@@ -70,7 +71,7 @@ struct GradProducer {
 
   __device__ __forceinline__ auto sequence() const { return sequence_of<Extents>(params, plan); }
 
-  // Rows and columns beyond the tensor arrive as zeros.
+  // TMA fills rows and columns beyond the tensor with zeros.
   template <int bytes>
   __device__ __forceinline__ void load(unsigned char (&parts)[grad_parts][bytes],
                                        const ptx::TensorMap& map, u64* barrier, int row, int head,
@@ -116,7 +117,8 @@ struct GradProducer {
     load_rows(smem.row_terms[stage], params.row_terms, full, at);
   }
 
-  // Why dO before Q: with one stage it is the first to become free, and the first to be needed.
+  // Why dO comes before Q: with one stage it is the first to become free, and the first to be
+  // needed.
   __device__ __forceinline__ void run() {
     StepCursor cursor(plan);
     RingPosition<config.stages> position(1);
@@ -155,10 +157,10 @@ __device__ __forceinline__ void backward(const ParamsOf<GradParams, Policy, Exte
   static_assert(!Extents::ragged, "the split makes parts of whole tensors");
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   GradSmem<config, Extents>& smem = *reinterpret_cast<GradSmem<config, Extents>*>(smem_bytes);
-  // Why the shuffle: it tells the compiler that the role is uniform across the warp.
+  // Why the shuffle: it lets the compiler know that the role is uniform across the warp.
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   if (warp == 0) {
-    if (params.work_tickets != nullptr) ptx::wait_for_previous_grid();  // it zeroed them
+    if (params.work_tickets != nullptr) ptx::wait_for_previous_grid();  // it zeroed the tickets
     BackwardPlan<Extents> plan = make_backward_plan<Policy, Extents, grad_block, grad_block, false>(
         params, take_work(params.work_tickets), params.in_order ? stairs : around);
     if (threadIdx.x == 0) {

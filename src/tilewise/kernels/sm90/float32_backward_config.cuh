@@ -8,7 +8,8 @@
 
 namespace tilewise::sm90::float32 {
 
-// The rows of a query tile and of a KV tile, and the number of parts of every operand, all of bf16.
+// The rows of a query tile and of a KV tile, and the number of parts of every operand, all of which
+// are bf16.
 constexpr int grad_block = 64, grad_parts = 3, grad_terms = term_count(grad_parts);
 
 // Mirrored field by field by `Config` in engine/sm90/float32_backward.py.
@@ -16,7 +17,7 @@ struct GradConfig {
   int head_dim;    // class of q and k: smaller heads are zero-filled up to it
   int head_dim_v;  // class of v and dout, likewise
   int stages;      // of the Q and dO rings
-  int rooms;       // for P and dS, which are handed over between warpgroups
+  int rooms;       // for P and dS, which are passed between warpgroups
   bool has_terms;  // whether the score policy has any terms; the kernels read them from the policy
 
   TILEWISE_INLINE int threads() const { return 512; }
@@ -66,7 +67,7 @@ struct GradParams {
   float scale;  // scale of dQ and dK
 };
 
-// A matrix with all its parts.
+// A matrix in all its parts.
 template <int dim>
 using Parts = unsigned char[grad_parts][matrix_bytes(grad_block, dim)];
 

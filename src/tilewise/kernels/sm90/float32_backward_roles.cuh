@@ -19,9 +19,9 @@ using GradFragment = float[grad_block / 2];
 using GradWeights = u32[grad_parts][grad_block / 16][4];
 
 // A bound on the exponents of dP and the row terms, and therefore on those of dS. The factor 2^9
-// covers two values below 2^(e + 1) and the sum over the head. The shift of this bound is the power
-// of two in whose units dS is formed: if everything is so small that lower parts of dS would be
-// denormal, the shift is as large as fits.
+// covers two values below 2^(e + 1) and the sum over the head. dS is formed in units of the power
+// of two that this bound gives: if everything is so small that lower parts of dS would be denormal,
+// the shift is as large as fits.
 __device__ __forceinline__ int ds_exponent(int dout_exponent, int v_exponent, int term_exponent) {
   return max_int(dout_exponent + v_exponent + 9, term_exponent);
 }
@@ -58,7 +58,7 @@ __device__ __forceinline__ void multiply_rows(GradFragment& s, const Parts<dim>&
                 wgmma::descriptor_low(ptx::smem_address(queries), 16)};
   wgmma::hold(s);
   wgmma::fence();
-  // Why a loop: for straight-line products the assembler keeps all descriptors in registers.
+  // Why a loop: in straight-line products the assembler keeps all descriptors in registers.
 #pragma unroll 1
   for (int i = 0; i < grad_terms; ++i) {
     wgmma::hold(low);
@@ -122,7 +122,7 @@ __device__ __forceinline__ void add_product(float (&sums)[dim / 2], GradWeights&
   }
 }
 
-// What all three warpgroups have in common.
+// The common part of the three warpgroups.
 template <GradConfig config, typename Policy, typename Extents>
 struct GradWarpgroup {
   using Params = ParamsOf<GradParams, Policy, Extents>;
@@ -141,7 +141,7 @@ struct GradWarpgroup {
 
   __device__ __forceinline__ auto sequence() const { return sequence_of<Extents>(params, plan); }
 
-  // Call it after the whole warp has read or written what the barrier protects.
+  // Must be called after the whole warp has read or written the data that the barrier protects.
   __device__ __forceinline__ void arrive(u64* barrier) {
     __syncwarp();
     if (lane < arrivals_of_warp) ptx::mbarrier_arrive(barrier);
@@ -159,7 +159,7 @@ struct GradWarpgroup {
     return shift_of(params.k_facts[key_tile()].exponent, true);
   }
 
-  // The place of this thread's scores.
+  // Where this thread's scores lie (`at` in common/scores.cuh).
   struct Place {
     static constexpr RowsAre rows_are = RowsAre::keys;
     const GradWarpgroup& kernel;
@@ -203,13 +203,13 @@ struct GradWarpgroup {
 
   // Adds x * first * second to the rows `row` and `row` + 8 of a gradient; `place` is row 0.
   // Neighbouring lanes exchange pairs of columns, so that each has four adjacent ones. `tiny`:
-  // parts of x may be subnormal. `look`: this is not known in advance but is determined from the
+  // parts of x may be subnormal. `look`: this is not known in advance and is determined from the
   // numbers.
   template <bool look, int count>
   __device__ __forceinline__ void add_rows(const float (&x)[count], float first, float second,
                                            float* place, int row, int end_row, long long stride,
                                            int dim, bool tiny) const {
-    // Why it is recomputed: values derived from it would otherwise stay in registers across the
+    // Why this is recomputed: values derived from it would otherwise stay in registers across the
     // steps.
     const int lane = ptx::thread_again() % 32;
     const bool odd = lane % 2;
@@ -245,9 +245,9 @@ struct GradWarpgroup {
     }
   }
 
-  // Finishes the gradient of this CTA's keys that the warpgroup `which` (0: dV, 1: dK) owns;
-  // `place` is the address of key 0 of the head. For a piece, it is stored or added to the sums
-  // already there.
+  // Finishes the gradient of this CTA's keys that the warpgroup owns: dV if `which` is 0, dK if it
+  // is 1; `place` is the address of key 0 of the head. A piece stores it, or adds it to the stored
+  // sums.
   template <int which, int count>
   __device__ __forceinline__ void finish(const float (&sums)[count], float scale, float* place,
                                          long long stride, int dim) const {
@@ -269,7 +269,7 @@ struct GradWarpgroup {
   }
 };
 
-// This warpgroup owns dV, makes the weights and hands them over.
+// This warpgroup owns dV, computes the weights and passes them on.
 template <GradConfig config, typename Policy, typename Extents>
 struct GradDvWarpgroup : GradWarpgroup<config, Policy, Extents> {
   using Base = GradWarpgroup<config, Policy, Extents>;
@@ -294,9 +294,9 @@ struct GradDvWarpgroup : GradWarpgroup<config, Policy, Extents> {
 #pragma unroll
       for (int i = 0; i < grad_block / 2; ++i) values.kept[i] = s[i];
     }
-    // Invariant: products are rounded in the same way as the forward rounded that of the row's
-    // largest score. Where one key has nearly all the weight, lse equals that product, and the
-    // weight is exactly 1.
+    // Invariant: products are rounded in the same way as the forward rounded the product of the
+    // row's largest score. Where one key has nearly all the weight, lse equals that product, and
+    // the weight is exactly 1.
     const float first = Policy::transforms ? 1.0f : factor.first;
     const float scale = params.score_scale * (Policy::transforms ? 1.0f : factor.second);
 #pragma unroll
@@ -368,7 +368,7 @@ struct GradDvWarpgroup : GradWarpgroup<config, Policy, Extents> {
   }
 };
 
-// This warpgroup owns dK and makes dS.
+// This warpgroup owns dK and computes dS.
 template <GradConfig config, typename Policy, typename Extents>
 struct GradDkWarpgroup : GradWarpgroup<config, Policy, Extents> {
   using Base = GradWarpgroup<config, Policy, Extents>;
@@ -405,7 +405,7 @@ struct GradDkWarpgroup : GradWarpgroup<config, Policy, Extents> {
 #pragma unroll
     for (int i = 0; i < grad_block / 2; i += 4) {
       const float4 p = place[i / 4 * 128];
-      // Where a weight is 0, dS is 0 too, whatever hidden values may have done to dP.
+      // Where a weight is 0, dS is 0 too, whatever hidden values have done to dP.
       dp[i] = p.x == 0.0f ? 0.0f : p.x * dp[i];
       dp[i + 1] = p.y == 0.0f ? 0.0f : p.y * dp[i + 1];
       dp[i + 2] = p.z == 0.0f ? 0.0f : p.z * dp[i + 2];
@@ -423,7 +423,7 @@ struct GradDkWarpgroup : GradWarpgroup<config, Policy, Extents> {
 
   // Stores this warp's 16 key rows of dS^T, in all parts, over the weights.
   __device__ __forceinline__ void store_ds(const GradWeights& ds) {
-    // By then every warp has read its weights.
+    // Every warp has read its weights by then.
     ptx::barrier_sync<128>(GradBarrierId::key_warpgroup);
 #pragma unroll
     for (int part = 0; part < grad_parts; ++part) {
@@ -478,7 +478,7 @@ struct GradDkWarpgroup : GradWarpgroup<config, Policy, Extents> {
   }
 };
 
-// This warpgroup makes dQ.
+// This warpgroup computes dQ.
 template <GradConfig config, typename Policy, typename Extents>
 struct GradDqWarpgroup : GradWarpgroup<config, Policy, Extents> {
   using Base = GradWarpgroup<config, Policy, Extents>;
@@ -524,8 +524,8 @@ struct GradDqWarpgroup : GradWarpgroup<config, Policy, Extents> {
         params.dq_seq_stride, params.head_dim, tiny);
   }
 
-  // Why this cannot hang: the awaited work has a smaller number, so it is already running
-  // (common/work_tickets.cuh).
+  // Why this cannot hang: the work that is waited for has a smaller number, so it is already
+  // running (common/work_tickets.cuh).
   __device__ __forceinline__ void await_ticket() {
     const int before =
         ticket_by_keys<Scores<>, grad_block, grad_block>(params, plan, cursor.q_tile).before;
@@ -543,8 +543,8 @@ struct GradDqWarpgroup : GradWarpgroup<config, Policy, Extents> {
 
   __device__ __forceinline__ void run() {
     if (plan.steps == 0) return;
-    // Below this bound, dQ may be subnormal where it still matters: the bound may be 2^20 too large
-    // because weights are small, and 24 bits of the actual value are wanted.
+    // Below this bound, dQ may be subnormal where this still matters: the bound may be 2^20 too
+    // large because weights are small, and 24 bits of the actual value are wanted.
     constexpr int tiny_exponent = -80;
     const int v_exponent = params.v_facts[this->key_tile()].exponent;
     const int k_exponent = params.k_facts[this->key_tile()].exponent;

@@ -1,6 +1,6 @@
-// The kernel that runs before the float32 backward, beside the split: it makes the row term of
-// every query row, and lse for every row of a tile. A block takes a tile of 64 rows, a warp one row
-// at a time.
+// The kernel that runs before the float32 backward, in addition to the split: it computes the row
+// term of every query row, and lse for every row of a tile. A block handles a tile of 64 rows, a
+// warp one row at a time.
 #pragma once
 
 #include "../common/softmax.cuh"

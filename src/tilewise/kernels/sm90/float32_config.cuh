@@ -25,7 +25,8 @@ struct Config {
   bool pingpong;   // two consumer warpgroups take turns issuing their products
 
   TILEWISE_INLINE bool bf16() const { return parts == 3; }
-  // The wide exponent range of bf16 needs no admission; such a kernel only runs what was refused.
+  // The wide exponent range of bf16 needs no admission: such a kernel computes only refused
+  // rows.
   TILEWISE_INLINE bool takes_refused() const { return bf16(); }
   TILEWISE_INLINE int block_q() const { return consumers * 64; }
   TILEWISE_INLINE int threads() const { return (consumers + 1) * 128; }
@@ -37,7 +38,7 @@ struct Config {
   static constexpr int producer_registers = 40;
 };
 
-// --- the products that a product of split operands is made of ---
+// --- the products of parts that make up a product of split operands ---
 
 struct Term {
   int a, b;  // parts, 0 the largest
@@ -67,15 +68,15 @@ enum Spread : int {
   spread_nonfinite = 2,  // inf or NaN among the values
 };
 
-// Facts that the split found about a tile, that is, about rows that share a power of two.
+// Facts that the split found about a tile, that is, about the rows that share a power of two.
 struct TileFact {
   int exponent;  // of the largest finite magnitude, floor(log2); `no_exponent` when all are 0
   int spread;    // Spread
 };
 
 constexpr int no_exponent = -1000;
-// The largest differences, as powers of two, between the largest magnitudes of rows of V, and
-// between those of columns.
+// The largest allowed differences, as powers of two, between the largest magnitudes of rows of V,
+// and between those of columns.
 constexpr int widest_rows = 14, widest_columns = 12;
 
 // The power of two by which a tile's values are multiplied before they are split. fp16: the largest
@@ -143,7 +144,7 @@ struct Params {
   const TileFact* q_facts;
   const TileFact* k_facts;
   const TileFact* v_facts;
-  int* any_refused;  // null: no kernel runs before this one, and this one takes all rows
+  int* any_refused;  // null: no kernel runs before this one, which then takes all rows
   int* refused;      // (batch, heads, tiles of 64 rows)
   const float* v;
   long long v_batch_stride, v_head_stride, v_seq_stride;  // in elements
@@ -161,7 +162,7 @@ struct Params {
   int q_tiles;
   int sections;
   int longest_first;
-  int max_exponents;  // largest exponents of q and k, added: the maximum for two parts of fp16
+  int max_exponents;  // two parts of fp16: bound on the sum of the largest exponents of q and k
   float scale_log2;
   float softcap_in;
   float lse_scale;  // scale_log2 / log2(e)

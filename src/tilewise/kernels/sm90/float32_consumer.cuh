@@ -42,8 +42,8 @@ struct Consumer {
   static constexpr int columns = config.value_columns, slices = config.head_dim_v / columns;
   static_assert(slices * columns == config.head_dim_v);
   static_assert(slices == 1 || columns % panel_columns == 0);
-  // A value product covers `span` keys before it leaves the tensor core, whose sums lose half a
-  // unit in the last place per step, always towards zero.
+  // A value product covers `span` keys before it leaves the tensor core. Why: sums in the tensor
+  // core lose half a unit in the last place per step, always towards zero.
   static constexpr int span = min_int(block_kv, 64), spans = block_kv / span;
   static constexpr int pieces = slices * spans;
   using ScoreProduct = wgmma::Product<block_kv, bf16>;
@@ -94,9 +94,9 @@ struct Consumer {
   // Step 1.
   __device__ __forceinline__ void issue_scores() {
     constexpr int k_part = sizeof(smem.k[0][0]) >> 4, q_part = sizeof(smem.q[0][0]) >> 4;
-    // Why held: the compiler would keep the descriptors of all steps in registers.
+    // Why `hold`: the compiler would otherwise keep the descriptors of all steps in registers.
     u32 low[2] = {q_descriptor, k_descriptor + k_position.stage * u32{sizeof(smem.k[0]) >> 4}};
-    // Why a loop for six terms: for straight-line products the assembler would also keep all
+    // Why a loop for six terms: in straight-line products the assembler would also keep all
     // descriptors in registers.
 #pragma unroll parts == 3 ? 1 : term_count(parts)
     for (int i = 0; i < term_count(parts); ++i) {
@@ -148,7 +148,7 @@ struct Consumer {
 
   __device__ __forceinline__ auto sequence() const { return sequence_of<Extents>(params, plan); }
 
-  // The place of this thread's scores.
+  // Where this thread's scores lie (`at` in common/scores.cuh).
   struct Place {
     static constexpr RowsAre rows_are = RowsAre::queries;
     const Consumer& kernel;
@@ -262,8 +262,8 @@ struct Consumer {
     }
   }
 
-  // Computes the values of a tile and then the scores of the next tile, which are queued behind
-  // them in the tensor pipe while the values are added up.
+  // Computes the values of a tile and then the scores of the next tile, which are queued after them
+  // in the tensor pipe while the values are added up.
   __device__ __forceinline__ void values_then_scores(int next_tile) {
     all_pieces_but_one();
     await_pingpong();
@@ -340,8 +340,8 @@ struct Consumer {
     }
   }
 
-  // Gives values of V that are inf or NaN, which the split zeroed, back to the rows that see them.
-  // A thread adds to what it has stored itself, so that the loop above needs no registers for this.
+  // Adds inf and NaN of V, which the split zeroed, to the rows that see them. A thread adds to what
+  // it has stored itself, so that the loop above needs no registers for this.
   __device__ __forceinline__ void restore_nonfinite(const TileRange& own) {
     const Band band = sequence().band();
     const float* v = params.v + sequence().batch(plan.tile.batch) * params.v_batch_stride +
@@ -380,7 +380,7 @@ struct Consumer {
     if constexpr (Policy::hides_by_span)
       own = {max_int(own.begin, plan.touched.begin), min_int(own.end, plan.touched.end)};
     if (own.empty()) {
-      // Why it waits for rows that are not needed: a CTA must not end while a copy to it is
+      // Why it waits for rows that it does not need: a CTA must not end while a copy to it is
       // pending.
       if (!plan.touched.empty()) ptx::mbarrier_wait(&smem.q_full[warpgroup], 0);
       skip_tiles(plan.touched.count());

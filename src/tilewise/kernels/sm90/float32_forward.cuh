@@ -19,20 +19,20 @@
 //   9. terms may finish m and l; out = O / l, lse = round(scale m) + ln l; a row without keys gives out = 0, lse = -inf
 // Why P is relative to the maximum of the tile: parts of fp16 are then exact relative to the largest weight of the tile,
 // whatever came before; step 8 needs a factor for F in any case. Why F is fresh: the tensor core truncates its sums.
-// Overlap: step 1 of the next tile is queued behind step 7 in the tensor pipe, step 8 overlaps with it, and steps 2-6 overlap
+// Overlap: step 1 of the next tile is queued after step 7 in the tensor pipe, step 8 overlaps with it, and steps 2-6 overlap
 // with the other warpgroup's products.
 //
 // Admission. Two parts of fp16 suffice for a CTA if, for every tile that it touches,
 //   - q, k and v are finite, and the exponents of the largest q and k add up to at most `max_exponents`;
 //   - rows of V are within 2^14 of one another, columns within 2^12 (float32_split.cuh).
-// A CTA that is refused records this and ends; the kernel with three parts of bf16, launched behind it, does those rows, and
-// its other CTAs end at once, as does the split for it. Every choice is made on the device, from the data; the host never
+// A CTA that is refused records this and ends. The kernel with three parts of bf16, launched after it, computes those rows; its
+// other CTAs end at once, and so does the split for it. Every choice is made on the device, from the data; the host never
 // waits. Where gradients will be wanted, the kernel with three parts runs alone: the backward uses the same parts, so its
-// scores are bit-identical to those that lse was made from.
+// scores are bit-identical to those that lse was computed from.
 //
-// Roles. Warpgroup 0: one thread of warp 0 is the producer and issues all loads. Warpgroups 1..consumers do the rest. There
-// is one CTA per tile of rows, and one CTA per SM. Shared memory (struct Smem): Q, K and V in all their parts, and the plan,
-// which leaves the registers to the loop.
+// Roles. Warpgroup 0: one thread of warp 0 is the producer and issues all loads. Warpgroups 1..consumers do the rest. There is
+// one CTA per tile of rows, and one CTA per SM. Shared memory (struct Smem): Q, K and V in all their parts, and the plan, which
+// is kept there to leave the registers to the loop.
 //
 // Barriers
 //   name            arrives, count                 waits       protects
@@ -70,8 +70,8 @@ __device__ __forceinline__ Plan<Extents> make_plan(
   narrow_tiles<Policy>(params, plan.tile.batch, plan.row_begin, row_end, config.block_kv,
                        plan.touched, plan.full);
   const int pair = plan.tile.batch * params.heads + plan.tile.head;
-  // Facts describe 64-row parts and KV tiles of the tensors; with several sequences, each would
-  // have to begin at such a part.
+  // Facts describe 64-row parts and KV tiles of the tensors; with several sequences, each sequence
+  // would have to begin at such a part.
   static_assert(!Extents::ragged, "the split makes parts of whole tensors");
   const int row_parts = pair * ceil_div(params.seq_q, 64) + plan.row_begin / 64;
   const int kv_tiles = (plan.tile.batch * (params.heads / params.heads_per_kv) +
@@ -102,7 +102,7 @@ __device__ __forceinline__ bool is_admitted(const Params& params, const Plan<Ext
   return !__syncthreads_or(refused);
 }
 
-// Whether this kernel does this CTA's rows.
+// Whether this kernel computes this CTA's rows.
 template <Config config, typename Extents>
 __device__ __forceinline__ bool is_mine(const Params& params, const Plan<Extents>& plan) {
   if constexpr (config.takes_refused()) {
@@ -145,7 +145,7 @@ struct Producer {
 
   __device__ __forceinline__ auto sequence() const { return sequence_of<Extents>(params, plan); }
 
-  // Rows and columns beyond the tensor arrive as zeros.
+  // TMA fills rows and columns beyond the tensor with zeros.
   template <int bytes>
   __device__ __forceinline__ void load(unsigned char (&parts)[config.parts][bytes],
                                        const ptx::TensorMap& map, u64* barrier, int rows, int row,
@@ -214,7 +214,7 @@ template <Config config, typename Policy, typename Extents>
 __device__ __forceinline__ void forward(const ParamsOf<Params, Policy, Extents>& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   Smem<config, Extents>& smem = *reinterpret_cast<Smem<config, Extents>*>(smem_bytes);
-  // Why the shuffle: it tells the compiler that the role is uniform across the warp.
+  // Why the shuffle: it lets the compiler know that the role is uniform across the warp.
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   if (threadIdx.x == 0) init_barriers<config, Extents>(smem);
   // Launches overlap: nothing that another kernel may have written, or may still read, is touched

@@ -1,15 +1,15 @@
 // The kernel that runs before a float32 forward. It splits q, k and v, and before a backward also
 // dout, into 16-bit parts: x * 2^shift = hi + lo (+ lower).
 //
-// A tile (64 rows of q, block_kv rows of k and v) shares one power of two, found here; each part is
-// the remainder so far, rounded to nearest. A block takes one tile at a time:
+// A tile (64 rows of q, block_kv rows of k and v) shares one power of two, which this kernel finds;
+// each part is the remainder so far, rounded to nearest. A block handles one tile at a time:
 //   1. it finds the largest finite magnitude, for V also that of every row and column, and whether
 //      all values are finite
-//   2. it stores the fact: exponent and spread, by which the forward admits the tile or not
-//   3. it stores the parts, reading the tile again, from the cache
-// Inf and NaN in V become 0, because a mask may hide them and 0 * inf is NaN; the forward gives
-// them back to the rows that see them. In q and k they stay, in the first part. Three parts are
-// made for a forward only where some tile was refused for two.
+//   2. it stores the fact: exponent and spread, which decide whether the forward admits the tile
+//   3. it stores the parts, for which it reads the tile again, from the cache
+// Inf and NaN in V become 0, because a mask may hide them and 0 * inf is NaN; the forward adds them
+// to the rows that see them. In q and k they stay, in the first part. Three parts are computed for
+// a forward only where two parts do not suffice for some tile.
 #pragma once
 
 #include "float32_config.cuh"
@@ -84,7 +84,7 @@ __device__ __forceinline__ void split_tile(const SplitParams& params, SplitSmem&
                    head * params.head_stride[which] + row_begin * params.seq_stride[which];
   const bool values = which == 2;
 
-  __syncthreads();  // the previous tile is done
+  __syncthreads();  // the previous tile has been read
   for (int i = threadIdx.x; i < sizeof(SplitSmem) / 4; i += split_threads)
     reinterpret_cast<u32*>(&smem)[i] = 0;
   __syncthreads();

@@ -1,6 +1,6 @@
 // clang-format off
-// This kernel computes forward attention on Hopper with TMA loads, wgmma products,
-// warp specialisation and softmax in registers.
+// This kernel computes forward attention on Hopper with TMA loads, wgmma products, warp specialisation and
+// softmax in registers.
 //
 // Symbols. Q (seq_q x d), K (seq_k x d), V (seq_k x dv) of one (batch, head). A CTA owns
 // block_q = 64 * consumers rows at a time, of which each consumer warpgroup owns 64. KV tiles of block_kv
@@ -11,7 +11,7 @@
 //   2. the policy's terms apply (common/scores.cuh). Softcap: S = tanh(S * scale / cap), c = cap * log2(e)
 //   3. in partial tiles: S[r, k] = -inf where a term hides k from r; the band hides keys outside [first_key(r), end_key(r))
 //   4. in the first tile, the tile after a partial first tile, and partial tiles (with a tile map: in the first tile, and in
-//      partial ones where a row of the warp has seen no key yet, or with a softcap):
+//      partial tiles where a row of the warp has seen no key yet, or with a softcap):
 //      m' = max(m, c * rowmax S), alpha = 2^(m - m'), m = m'; other tiles: m stays, alpha = 1
 //   5. P = 2^(c S - m)
 //   6. in other tiles: where a thread's share of rowsum P exceeds h times its mean over the previous tiles
@@ -20,22 +20,21 @@
 //   7. l = alpha l + rowsum P; terms may then drop weights, using random words drawn during step 1
 //   8. O = alpha O + round16(P) V_n     wgmma, P in registers
 //   9. terms may finish m and l; out = O / l, lse = ln2 * (m + log2 l); a row without keys gives out = 0, lse = -inf
-// Few queries with many keys (`split`): a CTA takes a part of the keys, its out and lse are partial and
-// in float32, and combine.cuh combines the parts.
-// Overlap: step 1 of the next tile is issued before step 8 of this one, and steps 2-6 overlap with
-// both; with pingpong they also overlap with the other warpgroups' products.
+// Few queries with many keys (`split`): a CTA takes a part of the keys, and combine.cuh combines the partial out and lse,
+// which are in float32.
+// Overlap: step 1 of the next tile is issued before step 8 of this one, and steps 2-6 overlap with both; with pingpong they
+// also overlap with the other warpgroups' products.
 //
-// Roles. Warpgroup 0: one thread of warp 0 is the producer, which issues all loads. One thread of warp 1
-// is the scheduler, which takes work, plans it and, where weights are dropped, makes the random words of its head.
-// One thread of warp 2 is the storer, which sends finished rows to global memory (with split, consumers store them
-// in float32; with ragged sequences, all lanes of warp 2 store). Warp 3 (masked kernels) is the scanner, which
-// replaces inf and NaN by 0 in partial V tiles, because 0 * inf is NaN (rows that do see such a value get it in the
-// epilogue). Warpgroups 1..consumers do everything else.
+// Roles. Warpgroup 0: one thread of warp 0 is the producer, which issues all loads. One thread of warp 1 is the scheduler,
+// which takes work, plans it and, where weights are dropped, computes the random words of its head. One thread of warp 2 is the
+// storer, which sends finished rows to global memory (with split, consumers store them in float32; with ragged sequences, all
+// lanes of warp 2 store). Warp 3 (masked kernels) is the scanner, which replaces inf and NaN by 0 in partial V tiles, because
+// 0 * inf is NaN (the epilogue adds such values to the rows that do see them). Warpgroups 1..consumers do everything else.
 //
-// Shared memory (struct Smem): Q, one 64-row slot per warpgroup; K and V, rings of k_stages and v_stages
-// tiles; space for out, all or half of its columns; with a staged bias (staged_bias.cuh), a ring of its
-// tiles, 64 rows per slot, with the warpgroups in turn; with a staged table (staged_table.cuh), what KV tiles
-// need of it, in the stages of K and under its barriers; barriers and plans.
+// Shared memory (struct Smem): Q, one 64-row slot per warpgroup; K and V, rings of k_stages and v_stages tiles; space for out,
+// all or half of its columns; with a staged bias (staged_bias.cuh), a ring of its tiles, 64 rows per slot, which the warpgroups
+// use round-robin; with a staged table (staged_table.cuh), the numbers that each KV tile needs, in the stages of K and under
+// the barriers of K; barriers and plans.
 //
 // Barriers
 //   name              arrives, count                 waits                 protects
@@ -100,7 +99,7 @@ template <Config config, typename Policy, typename Extents>
 __device__ __forceinline__ void forward(const ParamsOf<Params, Policy, Extents>& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   Smem<config, Extents>& smem = *reinterpret_cast<Smem<config, Extents>*>(smem_bytes);
-  // Why the shuffle: it tells the compiler that the role is uniform across the warp.
+  // Why the shuffle: it lets the compiler know that the role is uniform across the warp.
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   if (threadIdx.x == 0) {
     ptx::prefetch_tensormap(&params.q_map);

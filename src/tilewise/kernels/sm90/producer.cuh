@@ -16,8 +16,8 @@ __device__ __forceinline__ Schedule schedule_of(const Params& params) {
           params.longest_first};
 }
 
-// The work tile that replaces this one where batches share a bias: the batches of one KV head run
-// side by side, so that a bias tile is read from DRAM once.
+// Returns the work tile to do instead of this one where batches share a bias: the batches of one KV
+// head run side by side, so that a bias tile is read from DRAM once.
 __device__ __forceinline__ WorkTile batches_together(const Params& params, const WorkTile& tile) {
   const int group = params.heads_per_kv;
   const int pair = (tile.batch * params.heads + tile.head) / group;
@@ -32,7 +32,7 @@ __device__ __forceinline__ int work_count_of(const KernelParams& params) {
     return schedule_of(params).work_count() * (config.split ? params.splits : 1);
 }
 
-// Makes the plan of a CTA for work index `work`.
+// Plans the work with index `work` for a CTA.
 template <Config config, typename Policy, typename Extents>
 __device__ __forceinline__ TilePlan<Extents> make_plan(
     const ParamsOf<Params, Policy, Extents>& params, int work) {
@@ -72,10 +72,10 @@ __device__ __forceinline__ TilePlan<Extents> make_plan(
   return plan;
 }
 
-// The KV tile at a position of the plan. With a map the plan visits a list (tile_map.cuh) from its
-// last full tile to its first, and then the partial ones in the order of the list, which has those
-// that few warpgroups see at its end. Why the full ones first: from one of them each row has a
-// maximum that serves for the others, while a partial tile may show it few keys.
+// The KV tile at a position of the plan. With a map the plan walks a list (tile_map.cuh) from its
+// last full tile to its first, and then its partial tiles in the order of the list, which ends with
+// those that few warpgroups see. Why the full tiles come first: any of them gives each row a
+// maximum that serves for the others, while a partial tile may show a row few keys.
 template <typename Extents, typename KernelParams>
 __device__ __forceinline__ int kv_tile_of(const KernelParams& params, const TilePlan<Extents>& plan,
                                           int position) {
@@ -108,7 +108,7 @@ __device__ __forceinline__ TileRange own_tiles(const KernelParams& params,
   return {max_int(seen.begin, plan.touched.begin), min_int(seen.end, plan.touched.end)};
 }
 
-// What the tiles of a plan need of a staged table.
+// The slices of a staged table that the tiles of a plan need.
 template <Config config, typename Extents, typename KernelParams>
 __device__ __forceinline__ TableSlices table_slices(const KernelParams& params,
                                                     const TilePlan<Extents>& plan) {
@@ -139,7 +139,7 @@ struct Producer {
                        panel * panel_columns, row, head, batch, policy);
   }
 
-  // Rows beyond the tensor arrive as zeros. Rows beyond the sequence may belong to another
+  // TMA fills rows beyond the tensor with zeros. Rows beyond the sequence may belong to another
   // sequence, and no consumer stores them.
   __device__ __forceinline__ void load_q(const Plan& plan, int warpgroup) {
     const auto sequence = sequence_of<Extents>(params, plan);
@@ -188,7 +188,7 @@ struct Producer {
     v_position.advance();
   }
 
-  // Loads the bias tiles of all warpgroups. Rows and keys beyond the tensor arrive as zeros.
+  // Loads the bias tiles of all warpgroups. TMA fills rows and keys beyond the tensor with zeros.
   __device__ __forceinline__ void load_bias(const Plan& plan, int position) {
     if constexpr (config.bias_slots > 0) {
       const int key = first_key(plan, position);
@@ -269,8 +269,8 @@ __device__ __forceinline__ void schedule_work(const ParamsOf<Params, Policy, Ext
         smem.once[slot.stage].template as<Once>() =
             Once(params, HeadPlace{plan.tile.batch, plan.tile.head});
     }
-    // Why: if the plan stayed in registers beside the addresses of spans, or with a sequence's own
-    // record in it, it would spill.
+    // Why: beside the addresses of spans, or with a record of its own for the sequence, a plan in
+    // registers would spill.
     constexpr bool reads_again = Policy::hides_by_span || HasWorkTable<Extents>;
     if constexpr (reads_again) asm volatile("" ::: "memory");
     const TilePlan<Extents>& kept = reads_again ? smem.plan[slot.stage] : plan;
@@ -285,8 +285,8 @@ __device__ __forceinline__ void schedule_work(const ParamsOf<Params, Policy, Ext
 
 // --- storer ---
 
-// The lanes of a warp store the first `rows` of 64 staged rows, panels [first, first + staged) of
-// them. The rows behind those belong to another sequence.
+// The lanes of a warp store the first `rows` of 64 staged rows, panels [first, first + staged). The
+// rows after them belong to another sequence.
 template <Config config, typename Extents, typename KernelParams>
 __device__ __forceinline__ void store_rows(const KernelParams& params, const unsigned char* staged,
                                            int first, int rows, long long row, int head,
@@ -323,7 +323,7 @@ __device__ __forceinline__ void store_outs(const KernelParams& params,
     const int rows = sequence.seq_q() - row_begin, first_row = sequence.q_start() + row_begin;
     const int parts = min_int(config.consumers, ceil_div(rows, 64));
     // Why before the stores: the scheduler reads a table to find a tile, and with short sequences
-    // the stores followed by that lookup would take longer than the tile in between.
+    // the stores followed by that lookup would take longer than the computation of the tile.
     if constexpr (Extents::ragged) {
       ptx::fence_proxy_async();  // the plan is read: an arrive does not wait for loads in flight
       __syncwarp();

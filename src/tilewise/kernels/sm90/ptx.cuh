@@ -1,5 +1,5 @@
-// Instructions that Hopper introduced, and those that only its kernels use: mbarriers, bulk copies,
-// register reallocation between warps. The conventions are those of common/ptx.cuh.
+// Instructions that Hopper introduced, or that only its kernels use: mbarriers, bulk copies,
+// reallocation of registers between warps. The conventions are those of common/ptx.cuh.
 #pragma once
 
 #include "../common/ptx.cuh"

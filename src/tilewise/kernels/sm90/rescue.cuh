@@ -1,4 +1,5 @@
-// The rare paths, all warp-local: recomputing raw scores, and non-finite values that a mask hides.
+// The rare paths, all of them warp-local: recomputation of raw scores, and non-finite values that a
+// mask hides.
 #pragma once
 
 #include "../common/layout.cuh"
@@ -7,18 +8,18 @@
 
 namespace tilewise {
 
-// Recomputes S of this warp's 16 rows, by mma.sync from the Q and K still in shared memory. Why:
-// the steady loop overwrites scores with p; when a p overflowed (or a row had no reference yet),
-// the score is needed again. Invariant: q_address is the warp's first row in the warpgroup's Q
-// panels (64 rows each).
+// Recomputes S of this warp's 16 rows with mma.sync, from the Q and K that are still in shared
+// memory. Why: the steady loop overwrites scores with p; when a p overflowed (or a row had no
+// reference yet), the score is needed again. Invariant: q_address is the warp's first row in the
+// warpgroup's Q panels (64 rows each).
 template <bool bf16, int head_dim, int block_kv>
 __device__ __forceinline__ void scores_again(float (&s)[block_kv / 2], ptx::u32 q_address,
                                              ptx::u32 k_address) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < block_kv / 2; ++i) s[i] = 0.0f;
-  // Why the k-steps are the inner loop, although Q is read again for each pair: it needs fewer
-  // registers.
+  // Why the inner loop is over the k-steps, although Q is then read again for each pair: this takes
+  // fewer registers.
 #pragma unroll
   for (int pair = 0; pair < block_kv / 16; ++pair) {
     const int row = pair * 16 + lane % 8 + lane / 16 * 8;
@@ -39,8 +40,8 @@ __device__ __forceinline__ void scores_again(float (&s)[block_kv / 2], ptx::u32 
 }
 
 // Zeroes inf and NaN in `bytes` of shared memory, with the work divided over a warp; returns true
-// if this thread met any. Why: a key that a row may not see gets weight 0, and 0 * inf is NaN. The
-// epilogue gives the values back to the rows that do see the key.
+// if this thread found any. Why: a key that a row may not see gets weight 0, and 0 * inf is NaN.
+// The epilogue adds these values to the rows that do see the key.
 template <bool bf16, int bytes>
 __device__ __forceinline__ bool zero_nonfinite(unsigned char* matrix, int lane) {
   constexpr int threads = 32;

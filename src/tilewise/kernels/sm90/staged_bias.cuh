@@ -1,10 +1,10 @@
-// A bias whose tiles TMA has written to shared memory: 16-bit numbers, keys side
-// by side, in panels of 64 keys. For the bias itself and its gradient see common/terms/bias.cuh.
+// A bias whose tiles TMA has written to shared memory: 16-bit numbers with adjacent keys, in panels
+// of 64 keys. For the bias itself and its gradient see common/terms/bias.cuh.
 //
 // A thread reads the numbers for sixteen columns of its fragment with one ldmatrix, whose four 8 x
 // 8 matrices are laid out in registers like accumulators; where rows are keys, the ldmatrix
-// transposes. Elements past the end of the tensor arrived as zeros, so no element needs a bounds
-// check.
+// transposes. TMA fills elements past the end of the tensor with zeros, so no element needs a
+// bounds check.
 #pragma once
 
 #include "../common/layout.cuh"
@@ -37,8 +37,8 @@ struct StagedBias : BiasGradient<number, paired, learned> {
         in(params.bias_in * unit.first * unit.second),
         rows_are(At::rows_are) {}
 
-  // The address that a lane reads from: the second of the four matrices is eight rows of the
-  // fragment further on, the third eight columns.
+  // The address that a lane reads from: the second of the four matrices is eight rows further down
+  // the fragment, the third eight columns to the right.
   template <typename At>
   static __device__ __forceinline__ ptx::u32 address_of(const At& at) {
     const int lane = ptx::thread_again() % 32;

@@ -1,31 +1,31 @@
-// A table of distances (common/terms/relative_bias.cuh) of which bulk copies bring what KV tiles
-// need to shared memory, together with their K.
+// A table of distances (common/terms/relative_bias.cuh). Bulk copies bring the slice that a KV tile
+// needs to shared memory, together with its K.
 //
 // A tile of m queries and n keys has m + n - 1 distances: the numbers from table[head, key - row -
 // (m - 1) + zero] on, where `row` and `key` are the first of the tile. A copy begins and ends at
-// multiples of 16 bytes around them. Where a query tile would need numbers outside the table, or
-// numbers are not adjacent, nothing is copied for it, and threads load them from global memory.
+// multiples of 16 bytes around them. Where a query tile needs numbers outside the table, or numbers
+// are not adjacent, nothing is copied for it, and threads load them from global memory.
 #pragma once
 
 #include "../common/terms/relative_bias.cuh"
 
 namespace tilewise::sm90 {
 
-// Bytes for the numbers of a tile, with those before the first up to a multiple of 16.
+// Bytes for the numbers of a tile, including those that precede them up to a multiple of 16.
 TILEWISE_INLINE int table_slice_room(int block_q, int block_kv) {
   return ceil_div(12 + 4 * (block_q + block_kv - 1), 16) * 16;
 }
 
-// Invariant: tiles begin at multiples of 16 bytes of numbers, so that `shift` is that of all tiles
-// of a head.
+// Invariant: tiles begin at multiples of 16 bytes of numbers, so all tiles of a head have the same
+// `shift`.
 struct TableSlices {
-  const unsigned char* origin;  // of the tile at row 0 and key 0
+  const unsigned char* origin;  // of the slice of the tile at row 0 and key 0
   int shift;                    // bytes of a copy that precede the first number
   int bytes;
   bool exist;
 
   TableSlices() = default;
-  // Of the tiles of queries from `row` on, for keys [0, end).
+  // For the tiles of queries from `row` on and keys [0, end).
   template <typename Params>
   __device__ __forceinline__ TableSlices(const Params& params, int head, int row, int end,
                                          int block_q, int block_kv) {
@@ -54,7 +54,7 @@ struct StagedRelativeBias : RelativeBias<number, learned> {
     static constexpr int table_number_bytes = sizeof(Bits);
   };
   struct Once {
-    int shift;  // of the slices of this work tile; negative: there are none
+    int shift;  // of the slices of this work tile; negative if there are none
 
     Once() = default;
     template <typename Params, typename At>
@@ -68,7 +68,7 @@ struct StagedRelativeBias : RelativeBias<number, learned> {
 
   const unsigned char* slice = nullptr;
   int shift = -1;
-  int place;  // of element 0 in the slice
+  int place;  // index of element 0 in the slice
 
   template <typename Params, typename At>
   __device__ __forceinline__ StagedRelativeBias(const Params& params, const Unit& unit,

@@ -1,14 +1,14 @@
-// ALiBi: a score falls with the distance of its key, by a slope per head.
+// ALiBi: a score decreases with the distance of its key, by a slope per head.
 //
 //   v - slope |query + seq_k - seq_q - key|     the last query is aligned with the last key
 //
 // The gradient of the slopes is the sum of dS times minus the distance, whose addends nearly
-// cancel. The D of a query is made of an output in 16 bits. Its error reaches the sum as that error
-// times the mean distance of the query's keys, and is known when all of its keys are done: without
-// it, their dS would add up to the gradient of lse. Each query therefore has the sums of SlopeSums,
-// from which terms/alibi.py takes the error. They are added up by a fragment, then by its warp,
-// then in global memory. Where they must not depend on the order of the warps, every 16 keys have
-// their own there.
+// cancel. The D of a query is computed from an output in 16 bits. The error of D reaches the sum
+// multiplied by the mean distance of the query's keys, and it is known once all of its keys are
+// done: without that error, their dS would add up to the gradient of lse. Each query therefore has
+// the sums of SlopeSums, from which terms/alibi.py computes the error and subtracts it. The sums
+// are added up by a fragment, then by its warp, then in global memory. Where they must not depend
+// on the order of the warps, every 16 keys have their own place there.
 #pragma once
 
 #include "../scores.cuh"
@@ -19,14 +19,14 @@ namespace tilewise {
 // multiplied by the slopes of later terms.
 enum SlopeSums : int { minus_ds_distances, all_ds, p_distances, slope_sums };
 
-// `one_sided`: queries see no key behind their own position, so no distance is negative. `precise`:
-// D is made of an output in float32, and has no error to speak of.
+// `one_sided`: queries see no key after their own position, so no distance is negative. `precise`:
+// D is computed from an output in float32, and has no error that matters.
 template <bool learned, bool one_sided, bool precise>
 struct Alibi {
   struct Operands {
     const float* slopes;
     long long slopes_batch_stride, slopes_head_stride;
-    float* dslopes;  // (batch, head, query and sum of it, 16 keys), of whole tiles
+    float* dslopes;  // (batch, head, query and its sums, 16 keys), for whole tiles
     long long dslopes_batch_stride, dslopes_head_stride, dslopes_row_stride, dslopes_key_stride;
     float alibi_unit;  // one nat, in the units of v
   };
@@ -122,8 +122,8 @@ struct Alibi {
       ptx::add_to_global(place + minus_ds_distances * step, sum);
   }
   // Adds the sums of the queries `first` and `first` + `other`. Lanes that share them have numbers
-  // that differ in the bits from `bit` on: the first two bits tell which of the four sums a lane
-  // adds.
+  // that differ in the bits from `bit` on: the first two of these bits select which of the four
+  // sums a lane adds.
   template <int bit>
   __device__ __forceinline__ void add_queries(int first, int other) {
     const int lane = ptx::thread_again() % 32;

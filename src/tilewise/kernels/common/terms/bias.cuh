@@ -5,9 +5,9 @@
 // This term reads the bias from global memory when it is needed; sm90/staged_bias.cuh is for
 // kernels that have its tiles in shared memory. `number`: its element type. `paired`: keys are
 // adjacent, pairs of them are aligned as one number, and their count is even. The gradient is dS.
-// Where every score has its own bias it is stored, in the bias's own element type; otherwise it is
-// added up in float32. Where the sum must not depend on the order of the warps, the host gives
-// every score a place of its own, and adds up later.
+// Where every score has its own bias, the gradient is stored, in the bias's own element type;
+// otherwise it is added up in float32. Where the sum must not depend on the order of the warps, the
+// host gives every score its own place, and adds up afterwards.
 #pragma once
 
 #include "placement.cuh"
@@ -93,7 +93,7 @@ struct Bias : BiasGradient<number, paired, learned> {
   const float& out;
   Placement place;
   bool checks = true;  // whether each element must be tested for existence
-  float second;        // second of a pair: it was loaded with the first
+  float second;        // the second of a pair, which was loaded with the first
 
   template <typename Params, typename At>
   __device__ __forceinline__ Bias(const Params& params, const Unit& unit, const At& at)

@@ -6,7 +6,7 @@
 namespace tilewise::ptx {
 
 // v where `word` has a bit of `mask`, else -inf. ISA: and, setp, selp. Why in PTX: the assembler
-// makes two instructions of these; of the same in C++ the compiler makes a shift and two more.
+// turns these into two instructions; the same in C++ takes a shift and two more.
 __device__ __forceinline__ float keep_if(u32 word, u32 mask, float v) {
   float kept;
   asm("{\n"

@@ -1,33 +1,35 @@
 // Dropout: a weight is kept with a given probability, decided by 16 random bits, and kept weights
 // are multiplied by 1 / (that probability).
 //
-// The bits are interpreted as an fp16 number, and the weight stays where that number is not at
+// The bits are interpreted as an fp16 number, and the weight is kept where that number is not at
 // least a bound, which includes NaN. Why: one instruction compares two numbers and yields the mask
-// for two packed weights. Where fewer weights stay than there are NaNs, the comparison is inverted.
+// for two packed weights. Where fewer weights are kept than there are NaNs, the comparison is
+// inverted.
 //
 // Each head has four words h, from Philox4x32 with seven rounds:
 //   counter   (batch * heads + head, 0, offset, offset >> 32)
 //   key       (seed, seed >> 32)
-// The eight scores of queries {q, q + 8} and keys {k, k + 1, k + 8, k + 9}, with q % 16 < 8, k % 16
-// < 8 and k even, share the words a and b that mix(), a permutation of 64 bits, makes of:
+// The eight scores of queries {q, q + 8} and keys {k, k + 1, k + 8, k + 9}, with q % 16 < 8, k %
+// 16 < 8 and k even, share the words a and b that mix(), a permutation of 64 bits, computes from:
 //   counter   (((q / 16) 8 + q % 8) query_step + h[1],  ((k / 16) 4 + k % 8 / 2) key_step + h[2])
 //   key       h[0]
 //   bits      of keys k (low half) and k + 1 (high half):      query q: a,  q + 8: b
 //             of keys k + 8 (low half) and k + 9 (high half):  a ^ b ^ (a with its halves swapped),
 //                                                              a ^ b ^ (b with its halves swapped)
-// The bits therefore depend only on the position of a score. Each of the eight 16-bit numbers
-// is the sum of one or of three of the four halves of a and b, no two of the same: any three of
-// them are independent, and each is uniform. (Of the seventy sets of four, fourteen have a sum of
-// 0.) Why: 128 bits would cost twice as many instructions, and registers in the forward.
+// The bits therefore depend only on the position of a score. Each of the eight 16-bit numbers is
+// the sum of one or of three of the four halves of a and b, and no two of these sums are the same:
+// any three of them are independent, and each is uniform. (Of the seventy sets of four, fourteen
+// have a sum of 0.) Why: 128 bits would cost twice as many instructions, and registers in the
+// forward.
 //
 // A round of mix() adds a multiple of one word to the other, which carries differences to higher
 // bits, and folds the high half of the sum into the low one, together with the key: three
 // instructions. Why not Philox2x32: a product of 64 bits takes as long as six of them. By the tests
 // in docs/kernels/terms.md four rounds suffice for random keys, and five for any; there are six.
 //
-// Why these eight: where rows are queries a thread has all of them. Where rows are keys it has one
-// of every two neighbouring keys; the thread four lanes away has the other and makes the bits of
-// the next query, and both exchange their bits. The Python counterpart is
+// Why these eight: where rows are queries, a thread has all of them. Where rows are keys, it has
+// one of every two neighbouring keys; the thread four lanes away has the other and draws the bits
+// of the next query, and the two exchange their bits. The Python counterpart is
 // tilewise/terms/dropout.py.
 #pragma once
 
@@ -122,14 +124,14 @@ struct Dropout {
     drawn[1] = counter[1] + (by_queries ? 4 * block * key_step : 0);
     mix(drawn, once.key);
   }
-  // Makes the bits of eight scores of those columns: of this thread's, or with `before_exchange` of
-  // those that it has drawn for.
+  // Makes the bits of eight scores of those columns: this thread's own scores or, with
+  // `before_exchange`, those that it has drawn for.
   template <bool before_exchange>
   __device__ __forceinline__ void spread(const ptx::u32 (&drawn)[drawn_words]) {
     ptx::u32 a = drawn[0], b = drawn[1];
     ptx::u32 other_a = __byte_perm(a, a, 0x1032), other_b = __byte_perm(b, b, 0x1032);
     if (rows_are == RowsAre::keys && !before_exchange) {
-      // This key's halves for both queries, and those of the other key.
+      // This key's halves for both queries, and the halves of the other key.
       const ptx::u32 come_a = __shfl_xor_sync(0xffffffffu, a, 4);
       const ptx::u32 come_b = __shfl_xor_sync(0xffffffffu, b, 4);
       const ptx::u32 other = odd ? 0x1054 : 0x7632;

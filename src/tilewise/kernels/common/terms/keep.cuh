@@ -40,10 +40,11 @@ struct Keep {
                    head)[query * params.keep_row_stride + key * params.keep_key_stride] != 0;
   }
 
-  // Queries and keys past the end are not read: they count as hidden, and have no weight anyway.
+  // Queries and keys past the end are not read: they count as hidden, and have no weight in any
+  // case.
   template <int count, typename At>
   __device__ __forceinline__ void hide(float (&v)[count], const At& at) const {
-    // Why few where keys are not adjacent: each has its own address.
+    // Why only a few where keys are not adjacent: each has its own address.
     constexpr int chunk = paired ? loaded_at_once<At, count> : 8;
 #pragma unroll
     for (int first = 0; first < count; first += chunk) {
@@ -69,7 +70,8 @@ struct Keep {
         else
           both = __ldg(from);
       }
-      // All elements that this byte decides: with queries as rows, those of the same columns.
+      // The elements that this byte decides about: where rows are queries, those of the same
+      // column.
       constexpr int reach = !rows_alike ? 2 : At::rows_are == RowsAre::queries ? 4 : count;
 #pragma unroll
       for (int other = i; other < (i + reach < count ? i + reach : count); ++other) {

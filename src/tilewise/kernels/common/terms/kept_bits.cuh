@@ -2,9 +2,9 @@
 //
 // A line of bits belongs to a row of a fragment: to a query, with one bit per key, or to a key,
 // with one bit per query (tile_map.cuh makes both). `rows_alike`: all queries of a head see the
-// same keys, and there is one line, of keys; `heads_alike`: those of all heads. Lines are padded,
-// so that the last tile may read whole words; the padding is hidden by the band, or belongs to
-// queries past the end.
+// same keys, and there is one line, with a bit per key; `heads_alike`: this holds for the queries
+// of all heads. Lines are padded, so that the last tile may read whole words; the padding is hidden
+// by the band, or belongs to queries past the end.
 #pragma once
 
 #include "../scores.cuh"
@@ -16,7 +16,7 @@ struct KeptBitsOperands {
   const unsigned char* keep;
   long long keep_batch_stride, keep_head_stride, keep_row_stride, keep_key_stride;
   const ptx::u32* keep_bits;
-  long long keep_bits_batch_stride, keep_bits_head_stride;  // in words, like all strides here
+  long long keep_bits_batch_stride, keep_bits_head_stride;  // in words, as are all strides here
   int keep_bits_line_stride;
 };
 
@@ -37,7 +37,7 @@ struct KeptRows<true> {
         kept = 0;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const int row = min_int(at.row() + 8 * r, params.seq_k - 1);  // others have no bit
+          const int row = min_int(at.row() + 8 * r, params.seq_k - 1);  // no other row has a bit
           kept |= (__ldg(bits + row / 32) >> row % 32 & 1) << r;
         }
       }
@@ -69,9 +69,9 @@ struct KeptBits : KeptRows<rows_alike && heads_alike> {
                        query * params.keep_row_stride + key * params.keep_key_stride] != 0;
   }
 
-  // The bits that decide about a fragment of `count` elements: some kernels load them while the
+  // The bits that decide about a fragment of `count` elements. Some kernels load them while the
   // scores are computed (at.ahead()), others when they are needed. A tile is as wide as all
-  // elements of a quad; where that is a multiple of whole words, none of a thread's bits falls into
+  // elements of a quad; where that is a multiple of whole words, no bit of a thread falls into
   // another word. Where rows are queries, a thread keeps only its own bits, 32 per register: it
   // loads them while the products that it has issued are in flight. Where rows are keys, it loads
   // the words before it issues the products, and keeps them unprocessed, so that it need not wait;
@@ -91,7 +91,7 @@ struct KeptBits : KeptRows<rows_alike && heads_alike> {
                                                                    : 1;
 
     ptx::u32 kept[one_line ? 1 : 2][kept_words];  // per row
-    int first;  // where its bits begin in the first word, if that is not known at compile time
+    int first;  // where the bits begin in the first word, if that is not known at compile time
 
     // The bit of element i in its word.
     static __device__ __forceinline__ constexpr int bit(int i) {
@@ -129,7 +129,7 @@ struct KeptBits : KeptRows<rows_alike && heads_alike> {
       }
     }
   }
-  // A word of a line, starting from this thread's first bit.
+  // A word of a line, shifted so that it starts at this thread's first bit.
   template <bool whole_words, int words>
   static __device__ __forceinline__ ptx::u32 shifted(const ptx::u32 (&line)[words], int word,
                                                      int first) {
@@ -178,7 +178,7 @@ struct KeptBits : KeptRows<rows_alike && heads_alike> {
       hide_by(v, ahead, at);
     }
   }
-  // The band is looked at in the tiles that it cuts, which are few of those that the bits cut.
+  // The band is checked in the tiles that it cuts, which are few of those that the bits cut.
   template <int count, typename At>
   static __device__ __forceinline__ void hide_band(float (&v)[count], int r, const At& at) {
     const int column = at.column();

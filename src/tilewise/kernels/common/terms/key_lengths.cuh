@@ -1,4 +1,4 @@
-// Each batch has a given number of valid keys; the others are padding, behind them or before them.
+// Each batch has a given number of valid keys; the others are padding, after them or before them.
 #pragma once
 
 #include "../scores.cuh"
@@ -35,7 +35,7 @@ struct KeyLengths {
     const Span span = keys_of(params, batch);
     return {span, span};
   }
-  // Either all queries, or none.
+  // A key is visible to all queries or to none.
   template <typename Params>
   static __device__ __forceinline__ SeenSpans seen_queries(const Params& params, int batch,
                                                            int begin, int end) {
@@ -44,7 +44,8 @@ struct KeyLengths {
             begin >= span.begin && end <= span.end ? all : none};
   }
 
-  // The band is hidden in the same pass: a separate term would process every element again.
+  // The keys outside the band are hidden in the same pass: a separate term would process every
+  // element again.
   template <int count, typename At>
   __device__ __forceinline__ void hide(float (&v)[count], const At& at) const {
     const int column = at.column();

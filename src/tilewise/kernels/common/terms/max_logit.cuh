@@ -1,5 +1,5 @@
 // The largest score of every head, in nats, as a result of the forward: a maximum in global memory,
-// of unsigned numbers that have the same order as the floats they encode; 0 where there is no
+// over unsigned numbers that have the same order as the floats they encode; 0 where there is no
 // score.
 #pragma once
 

@@ -5,7 +5,7 @@
 
 namespace tilewise {
 
-// The place of an operand with all four dimensions of scores, for the elements of a fragment.
+// Where the elements of a fragment lie in an operand that has all four dimensions of scores.
 struct Placement {
   long long start, row_stride, key_stride;  // for element 0
   int rows_left, keys_left;                 // from element 0 on
@@ -33,7 +33,7 @@ struct Placement {
   __device__ __forceinline__ bool exists(int i) const {
     return query(i) < rows_left && key(i) < keys_left;
   }
-  // Whether all of a fragment's elements exist. This is true of nearly all fragments, and then no
+  // Whether all elements of a fragment exist. This holds for nearly all fragments, and then no
   // element needs its own check.
   __device__ __forceinline__ bool holds(int count) const {
     return query(count - 1) < rows_left && key(count - 1) < keys_left;

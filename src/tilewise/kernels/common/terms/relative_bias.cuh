@@ -3,13 +3,13 @@
 //   v unit + table[head, key - query + zero], with the index clamped to the table; then v is in
 //   nats
 //
-// Two rows of a fragment are eight apart, and so are its columns: row r + 8 needs in one block
-// of columns what row r needed in the previous block. A number is therefore loaded once for both,
-// in some kernels while the scores are being computed, and the gradients of both are added up
-// first. Beyond that, lanes nine apart have the same distance: they exchange their sums or, where
+// Two rows of a fragment are eight apart, and so are its columns: in one block of columns row r + 8
+// needs the numbers that row r needed in the previous block. A number is therefore loaded once for
+// both, in some kernels while the scores are being computed, and the gradients of both are added up
+// first. In addition, lanes nine apart have the same distance: they exchange their sums or, where
 // the kernel has a room in shared memory for a warp, all sums of a warp are added up there. Where
 // the sums must not depend on the order of the warps, the gradient of every score is stored, and
-// the host adds up later.
+// the host adds up afterwards.
 #pragma once
 
 #include "bias.cuh"
@@ -41,7 +41,7 @@ struct RelativeBias {
   int start;              // the index of element 0
   RowsAre rows_are;
   float ahead[2], behind[2];          // numbers of this block of columns and the previous one
-  const float (*early)[2] = nullptr;  // numbers that have been loaded, if any: Early::numbers
+  const float (*early)[2] = nullptr;  // numbers that are already loaded, if any: Early::numbers
   float pending[2], held[2];          // gradients, likewise
   float ds_unit = 1.0f;               // unit of these gradients
 
@@ -80,8 +80,8 @@ struct RelativeBias {
 #pragma unroll
       for (int i = 0; i < 2 * blocks; ++i) to.numbers[i / 2][i % 2] = end;
     } else {
-      // Why a loop that moves all numbers on: where each has an address of its own, the addresses
-      // of all of them would need registers at once.
+      // Why a loop that moves all numbers on: where each has its own address, the addresses of all
+      // of them would need registers at once.
 #pragma unroll 1
       for (int block = -1 - blocks % 2; block < count / 4; block += 2) {
 #pragma unroll
@@ -92,7 +92,8 @@ struct RelativeBias {
     }
   }
 
-  // Whether numbers are adjacent, and all that the first `count` elements need lie in the table.
+  // Whether numbers are adjacent, and all numbers that the first `count` elements need lie in the
+  // table.
   __device__ __forceinline__ bool holds(int count) const {
     const int ahead = 2 * count - 7, behind = 8;  // relative to element 0, in the order of columns
     const bool by_queries = rows_are == RowsAre::queries;
@@ -164,15 +165,15 @@ struct RelativeBias {
   // --- through shared memory, where rows are keys ---
 
   // A row of the room holds the sums of lanes g and g + 4, g = lane / 4 < 4, in the order of
-  // columns and shifted by g, so that sums of one distance are below one another. Why such rows:
-  // lanes write to different banks.
+  // columns and shifted by g, so that the sums of one distance are in one column. Why such rows:
+  // lanes then write to different banks.
   static constexpr int room_row = 105, room_blocks = 10;
   int window = -2;                     // the first block in the room
-  float before_sum[2] = {0.0f, 0.0f};  // of the previous block of columns
+  float before_sum[2] = {0.0f, 0.0f};  // sums of the previous block of columns
 
   __device__ __forceinline__ void put(float sum, int block, int h) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    // Lane g + 4 has the same distance as g four columns further on: in this block or in the
+    // Four columns further on, lane g + 4 has the same distance as g: in this block or in the
     // previous one.
     const float come = __shfl_xor_sync(0xffffffffu, t >= 2 ? before_sum[h] : sum, 18);
     const int place = 8 * (block - 1 - window) + h + 3;
@@ -228,9 +229,9 @@ struct OrderedRelativeBias : RelativeBias<number, false> {
   struct Operands {
     const void* table;
     long long table_head_stride, table_span_stride;
-    float* dtable;  // of scores, keys adjacent
+    float* dtable;  // gradients of scores, with adjacent keys
     long long dtable_batch_stride, dtable_head_stride, dtable_row_stride, dtable_key_stride;
-    long long dtable_span_stride;  // none
+    long long dtable_span_stride;  // unused
     float table_in, table_out;
     int table_zero, table_span;
   };

@@ -1,9 +1,10 @@
-// A logit per head that joins the sum of every row, like one more key without a value.
+// A logit per head that is added to the softmax sum of every row, like one more key without a
+// value.
 //
 //   l + e^(sink - m), in the units of the larger of m and the sink
 //
-// Its gradient is -sum over rows of e^(sink - lse) D, which needs only lse and D: a separate
-// kernel after the backward computes it (sink_gradient.cuh).
+// Its gradient is -sum over rows of e^(sink - lse) D, which needs only lse and D: a separate kernel
+// computes it after the backward (sink_gradient.cuh).
 #pragma once
 
 #include "../scores.cuh"

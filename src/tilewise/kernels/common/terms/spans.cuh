@@ -1,8 +1,8 @@
 // A query sees only a span of keys: [first_key, end_key) of its row, from memory. Neither bound
 // decreases from one row to the next, and first_row and end_row of a key express the same in the
 // other direction: query r sees key j if first_key[r] <= j < end_key[r], which is equivalent to
-// first_row[j] <= r < end_row[j]. The kernels receive packed documents, prefixes that all queries
-// see, and chunks in this form.
+// first_row[j] <= r < end_row[j]. This is how the kernels receive packed documents, prefixes that
+// all queries see, and chunks.
 #pragma once
 
 #include "../scores.cuh"
@@ -94,7 +94,8 @@ struct Spans {
     }
   };
 
-  // The band is hidden in the same pass: a separate term would process every element again.
+  // The keys outside the band are hidden in the same pass: a separate term would process every
+  // element again.
   template <int count, typename At>
   __device__ __forceinline__ void hide(float (&v)[count], const At& at) const {
     const int column = at.column();
