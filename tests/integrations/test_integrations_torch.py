@@ -276,6 +276,26 @@ def test_a_frame_that_is_not_compiled_as_a_whole_does_not_have_us_compiled(way):
     assert_close(got, model(x), 8 * budget(torch.float32, 64))
 
 
+@pytest.mark.parametrize("backend", ["auto", "tiled"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_an_encoder_that_breaks_its_graph_does_not_have_us_compiled(backend):
+    """Its layers run outside of a graph, since it asks what its mask holds: whether that is the causal one."""
+    torch.manual_seed(0)
+    encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True), 2)
+    x, masks = torch.randn(3, 24, 32), {"mask": torch.ones(24, 24, dtype=torch.bool).triu(1)}
+    masks["src_key_padding_mask"] = torch.arange(24) >= torch.tensor([24, 13, 5])[:, None]
+    want = encoder(x, **masks)
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    with sdpa(backend=backend):
+        invalidate()
+        got = torch.compile(encoder, backend="eager")(x, **masks)
+        got.sum().backward()
+    assert torch._dynamo.utils.counters["graph_break"]
+    assert torch._dynamo.utils.counters["frames"]["total"] == 1
+    assert_close(got, want, 8 * budget(torch.float32, 64))
+
+
 OWN = """
 import unittest
 import torch
