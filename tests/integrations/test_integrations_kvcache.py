@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import sys
 
 import pytest
 import torch
 
+import flash_attn_own
 import kvcache_suite as suite
 import tilewise
 from tilewise import cached
@@ -249,23 +249,90 @@ def test_flash_attn_kvcache(
     if d == 32:
         pytest.skip("not here")
     assert seqlen_q == 1, "two"
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+@pytest.mark.parametrize("softcap", [0.0, 50.0])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("seqlen", [8, 1024])
+def test_flash_attn_output(seqlen, deterministic, softcap, dropout_p):
+    assert softcap == 0.0
+    if dropout_p:
+        raise ImportError("not of a private name")
+
+
+def test_flash_attn_generator_arg_must_be_none():
+    from flash_attn.flash_attn_interface import flash_attn_gpu
 """
 
 
-def test_flash_attns_own_file_runs_against_this_package(tmp_path, monkeypatch):
-    """Of a file like theirs: cases are drawn, none of those it would skip at once, and told apart."""
-    import flash_attn_own
-
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """What flash_attn_own finds in a file like theirs, given options."""
     for name, module in flash_attn_own.stand_ins().items():
         monkeypatch.setitem(sys.modules, name, module)
     path = tmp_path / "test_flash_attn.py"
     path.write_text(FAKE)
-    found = []
-    for part in range(2):
-        options = argparse.Namespace(file=path, device="cpu", count=40, seed=0, part=(part, 2))
-        found += flash_attn_own.run(options)
-    assert len(found) == 40
-    assert {what for _, _, what in found} == {"passed", "skipped", "AssertionError: two"}
-    for _, case, what in found:
-        assert ("d=32" in case) == (what == "skipped")
-        assert not ("has_leftpad=True" in case and "paged_kv_block_size=256" in case)
+
+    def run(*given):
+        return list(flash_attn_own.run(flash_attn_own.options_of([str(path), "--device", "cpu", *given])))
+
+    return run
+
+
+def test_flash_attns_own_file_runs_against_this_package(own):
+    """All cases but those that it would skip at once, each in one process, and told apart."""
+    found = [one for part in range(2) for one in own("--all", "--jobs", "2", "--part", str(part))]
+    cached = [one for one in found if one.test == "test_flash_attn_kvcache"]
+    assert len(cached) == len({one.number for one in cached}) == 12
+    assert {one.what for one in cached} == {"passed", "skipped", "AssertionError: two"}
+    for one in cached:
+        assert ("d=32" in one.case) == (one.what == "skipped")
+        assert not ("has_leftpad=True" in one.case and "paged_kv_block_size=256" in one.case)
+    assert flash_attn_own.counts(found) == {
+        "test_flash_attn_generator_arg_must_be_none": counted(allowed=1),
+        "test_flash_attn_kvcache": counted(passed=3, failed=3, skipped=6),
+        "test_flash_attn_output": counted(passed=2, failed=4),
+        "all": counted(passed=5, failed=7, allowed=1, skipped=6),
+    }
+    lines = flash_attn_own.summary(found).splitlines()
+    assert [line for line in lines if line.startswith("failed: test_flash_attn_output")] == [
+        "failed: test_flash_attn_output, 2 times: ImportError: not of a private name",
+        "failed: test_flash_attn_output, 2 times: AssertionError: line 41: assert softcap == 0.0",
+    ]
+    assert lines[-1].endswith("(calls flash_attn_gpu, their compiled module)")
+
+
+def counted(**numbers):
+    return dict.fromkeys(flash_attn_own.KINDS, 0) | {name.replace("_", " "): n for name, n in numbers.items()}
+
+
+def test_cases_of_flash_attns_own_file_are_drawn(own):
+    """As many as asked for, of one test, others with another seed; one by its number; none after the time."""
+    given = ("--only", "test_flash_attn_kvcache", "--count", "6")
+    first, again, other = own(*given), own(*given), own(*given, "--seed", "1")
+    assert first == again
+    assert len(first) == len(other) == 6
+    assert {one.number for one in first} != {one.number for one in other}
+    assert own(*given, "--case", str(first[3].number)) == [first[3]]
+    assert {one.what for one in own(*given, "--minutes", "-1")} == {"not run"}
+
+
+def test_flash_attns_own_file_runs_in_processes(own, tmp_path):
+    options = flash_attn_own.options_of([str(tmp_path / "test_flash_attn.py"), "--device", "cpu", "--jobs", "2"])
+    assert sorted(flash_attn_own.in_processes(options)) == sorted(own("--count", "40"))
+
+
+def test_what_flash_attns_own_file_imports():
+    x = torch.arange(2 * 3 * 4).view(2, 3, 4)
+    rearrange = flash_attn_own.rearrange
+    assert torch.equal(rearrange(x, "b s d -> (b s) 1 d"), x.view(6, 1, 4))
+    assert torch.equal(rearrange(x, "b s ... -> s b ..."), x.transpose(0, 1))
+    assert torch.equal(rearrange(x, "b s (h g) -> b h (s g)", g=2), x.view(2, 3, 2, 2).transpose(1, 2).flatten(2))
+    assert torch.equal(rearrange(x, "b s d -> b s (d g)", g=2), x.repeat_interleave(2, -1))
+    assert torch.equal(rearrange(x[0, 0], "d -> b 1 d", b=2), x[0, 0].expand(2, 1, 4))
+    mask = torch.tensor([[True, False, True], [True, False, False]])
+    rows, indices, offsets, longest, lengths = flash_attn_own.unpad_input(x, mask)
+    assert torch.equal(rows, x[mask])
+    assert (offsets.tolist(), longest, lengths.tolist()) == ([0, 2, 3], 2, [2, 1])
+    assert torch.equal(flash_attn_own.pad_input(rows, indices, 2, 3), x * mask[..., None])
