@@ -7,8 +7,8 @@
 The file is flash-attn's, as it is. What it imports is made of this package (`stand_ins`): the functions under test,
 and in PyTorch's operations a rotation, padding, and einops' `rearrange` and `repeat`. The measure is the file's own: an
 error of at most two to eight times that of plain PyTorch in the same dtype. All parameters together are hundreds of
-thousands of cases, so `--count` cases of every test are drawn, which its number names again. On a CPU only small cases
-are drawn, and what the file repeats to provoke a race is repeated twice.
+thousands of cases, so `--count` cases of every test are drawn. On a CPU only small cases are drawn, and what the file
+repeats to provoke a race is repeated twice.
 
 Prints a table of all tests, and what fails by reason. Exits with 1 where a case fails that `ALLOWED` does not name,
 or none is run.
