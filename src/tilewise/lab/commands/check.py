@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from .. import report
 from ..measure import environment
 from ..measure.compare import Settings
 from ..studies import check as checking
@@ -30,8 +31,9 @@ def check(
         only=make_candidates(run.only),
         tensors=problem.path,
     )
-    told = found.to_dict() | {"provenance": environment.provenance(run.seed, environment.command_line())}
-    output.deliver(told, lambda: checking.show(found, **output.looks))
+    provenance = environment.provenance(run.seed, environment.command_line())
+    shown = checking.report_of(found, provenance)
+    output.deliver(found.to_dict() | {"provenance": provenance}, lambda: report.show(shown, **output.looks))
     if not found.complete:
         raise typer.Exit(INTERRUPTED)
     if found.failed:

@@ -15,9 +15,10 @@ from typing import Annotated, Any
 import typer
 
 from ...errors import InvalidInput, TilewiseError
+from .. import report
 from ..measure import environment
 from ..processes import SOURCE, module_command
-from ..watch import torchrun, trace_text
+from ..watch import torchrun, trace_report
 from .command import FAILED, INTERRUPTED, grouped, refuse_ignored, taking
 from .options import RunOptions  # noqa: TC001  (typer reads the annotations)
 from .output import OutputOptions  # noqa: TC001  (typer reads the annotations)
@@ -43,12 +44,12 @@ def trace(
     told |= {"program": " ".join(command), "provenance": provenance}
     if compare and told["sites"]:
         try:
-            trace_text.lose(told, options.settings(7, 21, more_seconds=5.0, round_seconds=0.02))
+            trace_report.lose(told, options.settings(7, 21, more_seconds=5.0, round_seconds=0.02))
         except TilewiseError as error:
             if code == 0:  # else the program's own code counts
                 raise
             print(f"tilewise: the sites were not compared: {error}", file=sys.stderr)
-    output.deliver(told, lambda: print("\n".join(trace_text.lines(told, quiet=output.quiet))))
+    output.deliver(told, lambda: report.show(trace_report.report_of(told), quiet=output.quiet))
     if code:
         print(f"tilewise: the program ended with exit code {code}", file=sys.stderr)
         raise typer.Exit(code)
