@@ -492,7 +492,8 @@ a.py:3 in f  bfloat16 q(1,2,3,4) full  flash: no                    yes
                                        cudnn: off
 Where they are called from:
 a.py:3 in f: bfloat16 q(1,2,3,4) full
-a.py:3 in f; main.py:1 in <module>""".splitlines()
+a.py:3 in f
+main.py:1 in <module>""".splitlines()
     )
     brief = report.lines(found)[-1]
     assert brief == "the lines that call them are in the record, and on its page"

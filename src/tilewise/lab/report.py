@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import rich.table
 
 significant = units.significant
+_LONGEST_KERNEL = 110  # letters of a name in a text
 _BAD = ("wrong", "died", "no answer", "raised")
 
 
@@ -47,6 +48,24 @@ class Bad(str):
 
 class Ours(str):
     """What a reader came for, in our colour."""
+
+    __slots__ = ()
+
+
+class Good(str):
+    """What is right."""
+
+    __slots__ = ()
+
+
+class More(str):
+    """A detail that a narrow page leaves out."""
+
+    __slots__ = ()
+
+
+class Kernel(str):
+    """The name of a kernel, which has the colour of what it does. A page shows its short name."""
 
     __slots__ = ()
 
@@ -98,7 +117,7 @@ class Line(NamedTuple):
     kind: str = ""  # the colour; empty: that of the name
     low: float | None = None  # of the whisker
     high: float | None = None
-    aside: object = ""
+    aside: object = ""  # a piece of a report, or of a page
     chosen: bool = False  # what the page is about
     small: str = ""  # beside the name
     lost: float = 0.0  # a part of the value
@@ -107,12 +126,82 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """Bars from 0. Invariant: a table of the same section has these figures, so that the text leaves the bars out."""
+    """Bars from 0, or shares of a `whole`. Not `in_text` are those whose figures a table of the same section has."""
 
     bars: Sequence[Line]
     caption: str
     lost: str = ""  # what the lost part of a bar is
     other: str = "others"  # who is neither ours nor PyTorch
+    reference: tuple[str, float] | None = None  # a line across the bars, and what it stands for
+    whole: bool = False
+    in_text: bool = True
+    columns: tuple[str, str] = ("time", "speed")  # what a text calls the values, and what stands beside them
+
+    def table(self) -> Table:
+        names = [f"{one.name}, {one.small}" if one.small else one.name for one in self.bars]
+        rows = [[name, one.text, text_of(one.aside)] for name, one in zip(names, self.bars, strict=True)]
+        return Table(["candidate", f">{self.columns[0]}", self.columns[1]], rows).shown()
+
+
+class Dot(NamedTuple):
+    """A measured point of a roofline: operations per byte, and operations per second."""
+
+    name: str
+    intensity: float
+    rate: float
+    kind: str = ""  # the colour; empty: that of the name
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """Dots under the slope of memory, the flat of arithmetic and `others`. Its figures stand beside it as text."""
+
+    dots: Sequence[Dot]
+    flops: float
+    bytes: float
+    caption: str
+    others: Sequence[tuple[str, float]] = ()
+
+
+class Span(NamedTuple):
+    """A stretch of a lane, in microseconds from the lane's start."""
+
+    name: str
+    start: float
+    length: float
+
+
+class Lane(NamedTuple):
+    """What one candidate launched in one direction. `summed`: by kernel, with no place in time."""
+
+    name: str
+    small: str
+    spans: Sequence[Span]
+    blocks: Sequence[Block]
+    summed: bool = False
+    is_open: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """A lane per candidate, which unfolds into its blocks."""
+
+    lanes: Sequence[Lane]
+    caption: str
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Names and values."""
+
+    pairs: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """Over a part of a section. The text does without: what follows has a caption."""
+
+    title: str
 
 
 class Share(NamedTuple):
@@ -156,16 +245,18 @@ class Fold:
     is_boxed: bool = False
 
 
-Block = Words | Table | Bars | Shares | Fold
+Block = Words | Table | Bars | Shares | Fold | Roofline | Lanes | Facts | Heading
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Blocks under a title. Where `brief` says something, the text says that instead unless all is asked for."""
+    """Blocks under a title. A text has `brief` ones instead unless all is asked for, where there are some, be it none;
+    and it begins with those of `text`, which the page does without."""
 
     title: str
     blocks: Sequence[Block]
-    brief: str = ""
+    brief: Sequence[Block] | None = None
+    text: Sequence[Block] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,32 +296,45 @@ def _parts(shown: Report, *, verbose: bool, quiet: bool) -> Iterator[str | Table
         return
     yield f"{shown.command}: {shown.subject}"
     yield from ["; ".join(map(text_of, shown.facts))] if shown.facts else []
+    yield from [shown.lead] if shown.lead and shown.lead not in shown.sentence else []
     yield from shown.failures
     for section in shown.sections:
-        if section.brief and not verbose:
-            yield from section.brief.splitlines()
-            continue
-        yield f"{section.title}:"
-        yield from _texts(section.blocks)
+        yield from _texts(section.text)
+        if section.brief is not None and not verbose:
+            yield from _texts(section.brief)
+        else:
+            yield f"{section.title}:"
+            yield from _texts(section.blocks)
 
 
 def _texts(blocks: Sequence[Block]) -> Iterator[str | Table]:
     for block in blocks:
         if isinstance(block, Words):
-            yield text_of(block.content)
+            yield from block.content if isinstance(block.content, Lines) else [text_of(block.content)]
         elif isinstance(block, Table):
             yield block.shown()
-        elif isinstance(block, Shares):
+        elif isinstance(block, Facts):
+            width = max(len(name) for name, _ in block.pairs) + 1
+            yield from (f"{f'{name}:':{width}} {value}" for name, value in block.pairs)
+        elif isinstance(block, Shares) or (isinstance(block, Bars) and block.in_text):
             yield f"{block.caption}:"
             yield block.table()
+        elif isinstance(block, Lanes):
+            for lane in block.lanes:
+                yield f"{lane.name}, {lane.small}:"
+                yield from _texts(lane.blocks)
         elif isinstance(block, Fold):
-            if not all(isinstance(inner, Table) for inner in block.blocks):
+            inside = list(_texts(block.blocks))
+            if any(isinstance(part, str) for part in inside):
                 yield text_of(block.summary)
-            yield from _texts(block.blocks)
+            yield from inside
 
 
-def text_of(content: Inline) -> str:
-    return content if isinstance(content, str) else ("" if isinstance(content, Phrase) else "; ").join(content)
+def text_of(content: object) -> str:
+    if isinstance(content, Phrase | Lines):
+        return ("" if isinstance(content, Phrase) else "; ").join(content)
+    text = str(content)
+    return f"{text[:_LONGEST_KERNEL]}..." if isinstance(content, Kernel) and len(text) > _LONGEST_KERNEL else text
 
 
 def _cells(table: Table) -> tuple[Sequence[str], list[list[str]]]:
@@ -242,17 +346,19 @@ def _cells(table: Table) -> tuple[Sequence[str], list[list[str]]]:
     return table.columns, rows
 
 
-def refusals(refused: dict[str, list[str]], asked: dict[str, list[str]] | None = None) -> list[Section]:
-    """The candidates that refuse the problem, with every reason and its remedy; none if none does. The text has the
-    reasons of those that were `asked` for by name without being asked for them."""
+def refusals(
+    refused: dict[str, list[str]], asked: dict[str, list[str]] | None = None, gpu_only: Sequence[str] = ()
+) -> list[Section]:
+    """The candidates that refuse the problem, with every reason and its remedy; none if none does. Those of `gpu_only`
+    have one reason. The text has the reasons of those that were `asked` for by name without being asked for them."""
     named = asked or {}
-    rows: list[list[Inline]] = []
-    for name, reasons in (refused | named).items():
-        rows.append([Code(name), *whys_and_remedies(reasons)])
-    brief = [f"{name} refuses: {'; '.join(reasons)}" for name, reasons in named.items()]
-    brief += [f"did not take it, for reasons that -v tells: {', '.join(refused)}"] if refused else []
-    table = Table(("candidate", "why", "what would change that"), rows, "Refused")
-    return [Section("Refused", [table], "\n".join(brief))] if rows else []
+    rest = {name: reasons for name, reasons in refused.items() if name not in gpu_only}
+    rows: list[list[Inline]] = [[Code(name), *whys_and_remedies(one)] for name, one in (rest | named).items()]
+    only = [Words(f"made for GPUs: {', '.join(gpu_only)}")] if gpu_only else []
+    brief = [Words(f"{name} refuses: {'; '.join(reasons)}") for name, reasons in named.items()]
+    brief += [Words(f"did not take it, for reasons that -v tells: {', '.join(rest)}")] if rest else []
+    tables = [Table(("candidate", "why", "what would change that"), rows, "Refused")] if rows else []
+    return [Section("Refused", [*only, *tables], [*only, *brief])] if only or tables else []
 
 
 def whys_and_remedies(reasons: Sequence[str]) -> tuple[Lines, Lines]:

@@ -9,12 +9,13 @@ import typer
 
 from ...errors import InvalidInput
 from ...plan import AUTO
+from .. import report
 from ..candidates import flags
 from ..candidates.names import OURS, TORCH_DEFAULT
 from ..measure import environment
 from ..measure.compare import REFUSED
 from ..model import static
-from ..render import inspect_text
+from ..render import inspect_report
 from ..studies import bench as benches
 from ..studies import elsewhere, kept
 from ..studies import inspect as inspection
@@ -95,7 +96,7 @@ def inspect(
 
 
 def _show(told: dict[str, Any], output: OutputOptions) -> None:
-    output.deliver(told, lambda: inspect_text.show(told, **output.looks))
+    output.deliver(told, lambda: report.show(inspect_report.report_of(told), **output.looks))
 
 
 def _read(path: Path) -> dict[str, Any]:

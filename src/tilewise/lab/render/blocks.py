@@ -6,7 +6,7 @@ from functools import singledispatch
 from typing import TYPE_CHECKING, Any
 
 from .. import units
-from ..report import Bad, Bars, Candidate, Code, Fold, Line, Lines, Ours, Phrase, Shares, Table, Words
+from ..report import Bars, Code, Facts, Fold, Heading, Lanes, Line, Lines, Phrase, Roofline, Shares, Table, Words
 from . import charts, html
 from .html import Markup
 from .views import KINDS, OTHER_KIND, kind_of
@@ -18,32 +18,15 @@ if TYPE_CHECKING:
 def page(shown: Report, record: dict[str, Any]) -> str:
     """The whole page, with the environment of the record that the report was made from."""
     head = html.Head(
-        about=Markup(f"tilewise {shown.command} · {inline(Code(shown.subject))}"),
-        claim=inline(shown.claim),
-        facts=[inline(fact) for fact in shown.facts],
+        about=Phrase((f"tilewise {shown.command} · ", Code(shown.subject))),
+        claim=shown.claim,
+        facts=shown.facts,
         lead=shown.lead,
         warnings=shown.warnings,
         failures=shown.failures,
     )
     sections = [html.section(one.title, *map(draw, one.blocks)) for one in shown.sections]
     return html.document(head, sections, record)
-
-
-def inline(content: object) -> Markup:
-    """Of a line or a cell."""
-    if isinstance(content, Phrase):
-        return Markup("".join(map(inline, content)))
-    if isinstance(content, Lines):
-        return html.listing(map(inline, content), "plain")
-    if isinstance(content, Candidate):
-        return html.tagged(kind_of(content), str(content))
-    if isinstance(content, Code):
-        return html.code(str(content))
-    if isinstance(content, Bad):
-        return html.bad(str(content))
-    if isinstance(content, Ours):
-        return Markup(f'<span class="ours">{html.text(str(content))}</span>')
-    return Markup(html.text(content))
 
 
 @singledispatch
@@ -54,23 +37,36 @@ def draw(block: Block) -> Markup:
 @draw.register
 def _(block: Words) -> Markup:
     if isinstance(block.content, Lines):
-        return inline(block.content)
-    return (html.note if block.is_note else html.paragraph)(inline(block.content))
+        return html.text(block.content)
+    return (html.note if block.is_note else html.paragraph)(block.content)
+
+
+@draw.register
+def _(block: Heading) -> Markup:
+    return html.subheading(block.title)
+
+
+@draw.register
+def _(block: Facts) -> Markup:
+    return html.definitions(block.pairs)
 
 
 @draw.register
 def _(block: Table) -> Markup:
     shown = block.shown()
-    return html.table(shown.columns, [[inline(cell) for cell in row] for row in shown.rows], shown.label, shown.marked)
+    return html.table(shown.columns, shown.rows, shown.label, shown.marked)
 
 
 @draw.register
 def _(block: Bars) -> Markup:
-    bars = [one._replace(kind=_kind(one), aside=inline(one.aside)) for one in block.bars]
+    bars = [one._replace(kind=one.kind or kind_of(one.whose or one.name)) for one in block.bars]
     titles = KINDS | {OTHER_KIND: block.other}
     keys = [(kind, titles[kind]) for kind in titles if any(one.kind == kind for one in bars)]
+    if block.whole:
+        return charts.shares(bars, block.caption, keys)
+    keys += [charts.SPREAD] if any(one.low is not None for one in bars) else []
     keys += [("lost", block.lost)] if any(one.lost for one in bars) else []
-    return charts.bars(bars, block.caption, keys=keys)
+    return charts.bars(bars, block.caption, reference=block.reference, keys=keys)
 
 
 @draw.register
@@ -90,10 +86,24 @@ def _(block: Shares) -> Markup:
 
 
 @draw.register
+def _(block: Roofline) -> Markup:
+    dots = [dot._replace(kind=dot.kind or kind_of(dot.name)) for dot in block.dots]
+    return charts.roofline(dots, block.flops, block.bytes, block.caption, block.others)
+
+
+@draw.register
+def _(block: Lanes) -> Markup:
+    lanes = [
+        charts.Lane(
+            one.name, kind_of(one.name), one.spans, Markup("".join(map(draw, one.blocks))), one.small, one.summed,
+            one.is_open,
+        )
+        for one in block.lanes
+    ]  # fmt: skip
+    return charts.lanes(lanes, block.caption)
+
+
+@draw.register
 def _(block: Fold) -> Markup:
     kind = "fold box" if block.is_boxed else "fold"
-    return html.fold(inline(block.summary), *map(draw, block.blocks), is_open=block.is_open, kind=kind)
-
-
-def _kind(one: Line) -> str:
-    return one.kind or kind_of(one.whose or one.name)
+    return html.fold(block.summary, *map(draw, block.blocks), is_open=block.is_open, kind=kind)

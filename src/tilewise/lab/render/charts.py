@@ -11,7 +11,7 @@ import math
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..report import Line
+from ..report import Dot, Line, Span
 from ..units import count, duration, percent, rate
 from . import roles
 from .html import Markup, text
@@ -26,23 +26,6 @@ _PLOT_HEIGHT = 336  # CSS pixels, as `.plot` has it: labels are kept apart in th
 _LABEL_HEIGHT = 15
 _LEADER = 3.0  # of the width, from a dot to its name
 _STRIP = 1000  # units across a lane
-
-
-class Dot(NamedTuple):
-    """A measured point of a roofline: operations per byte, and operations per second."""
-
-    name: str
-    intensity: float
-    rate: float
-    kind: str = "ours"
-
-
-class Span(NamedTuple):
-    """A stretch of a lane, in microseconds from the lane's start."""
-
-    name: str
-    start: float
-    length: float
 
 
 class Lane(NamedTuple):

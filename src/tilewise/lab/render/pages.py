@@ -18,9 +18,8 @@ from ...errors import InvalidInput
 from ..studies import check, kept
 from ..watch import trace_report
 from . import bench_page as _bench
-from . import blocks
+from . import blocks, inspect_report
 from . import cycles_page as _cycles
-from . import inspect_page as _inspect
 from . import ladder_page as _ladder
 from . import magnitudes_page as _magnitudes
 from . import tune_page as _tune
@@ -38,7 +37,7 @@ def _check(told: dict[str, Any]) -> str:
 
 
 _PAGES: dict[str, Callable[[dict[str, Any]], str]] = {
-    "tilewise inspect": _inspect.inspect_page,
+    "tilewise inspect": lambda told: blocks.page(inspect_report.report_of(told), told),
     "tilewise bench": _bench.bench_page,
     "tilewise tune": _tune.tune_page,
     "tilewise trace": lambda told: blocks.page(trace_report.report_of(told), told),

@@ -130,7 +130,7 @@ def _call_sites(sites: list[Site], total: float) -> list[Section]:
         return []
     clock = units.Clock.of(site.seconds for site in sites)
     bars = Bars([_bar(site, clock, total) for site in sites], "Time at each site, all calls together",
-                lost="lost against the best candidate", other="not known")  # fmt: skip
+                lost="lost against the best candidate", other="not known", in_text=False)  # fmt: skip
     rows = [_cells(site, total) for site in sites]
     table = Table(COLUMNS, rows, "Call sites", [site.is_math_fallback for site in sites])
     lengths = [Words(f"lengths at {site.place}: {site.lengths}", is_note=True) for site in sites if site.lengths]
@@ -172,5 +172,5 @@ def _fallbacks(fallen: list[Site]) -> list[Section]:
 def _stacks(sites: list[Site]) -> list[Section]:
     deep = [site for site in sites if len(site.stack) > 1]
     folds = [Fold(f"{site.place}: {site.text}", [Words(Lines(map(Code, site.stack)))], is_boxed=True) for site in deep]
-    brief = "the lines that call them are in the record, and on its page"
+    brief = [Words("the lines that call them are in the record, and on its page")]
     return [Section("Where they are called from", folds, brief)] if folds else []
