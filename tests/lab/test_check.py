@@ -12,14 +12,16 @@ from test_lab import CANDIDATES, FakePool
 from typer.testing import CliRunner
 
 from support import assert_close, budget, make_problem
+from tilewise.lab import report
 from tilewise.lab.candidates import inputs
 from tilewise.lab.commands.app import app
 from tilewise.lab.measure import accuracy
 from tilewise.lab.measure.accuracy import Sample
-from tilewise.lab.measure.compare import VERIFIED, WRONG, Settings
+from tilewise.lab.measure.compare import REFUSED, VERIFIED, WRONG, Outcome, Settings
 from tilewise.lab.measure.pool import Failure, Pool
 from tilewise.lab.measure.worker import Worker
 from tilewise.lab.studies import check
+from tilewise.lab.studies.check import Check, Place
 from tilewise.plain import reference
 from tilewise.plan import BACKENDS
 from tilewise.problem import mask_operands
@@ -93,10 +95,8 @@ def test_a_wrong_element_is_found_where_it_is(tmp_path: Path) -> None:
     assert rows["unsettled"]["changed"] == ["out"]
     assert "NOT RIGHT" in told["sentence"]
     text = run(arguments, *extra[:2], *extra[6:]).stdout
-    assert f"out[1, 2, 5, 3]: python:{given[0]}" in text
+    assert f"reference and python:{given[0]}" in text
     assert "other bits: out" in text
-    assert "budget" in text
-    assert f"reference - python:{given[0]}" in text
     assert "\x1b" not in text
 
 
@@ -166,6 +166,66 @@ def test_a_mask_of_many_rows_that_repeat_is_cut_by_the_causal_rule(tmp_path: Pat
 @pytest.mark.parametrize("arguments", ["", "--shape 1,2,3", "--shape 1,2,8,8 --only nobody", "--tensors missing.pt"])
 def test_bad_usage_is_told(arguments: str) -> None:
     assert run(f"check {arguments}").exit_code == 2
+
+
+# --- the report -----------------------------------------------------------------------------------------------------
+
+
+def judged() -> Check:
+    """Two candidates, one of which is wrong at an element and adds in another order the second time; one refuses."""
+    problem = make_problem((1, 2, 64, 16), torch.bfloat16)
+    right = Outcome("tiled", VERIFIED, errors={"out": {"norm": 2e-3}})
+    wrong = Outcome("python:m:f", WRONG, ["out norm error 5.00e-01, budget 8.00e-03"], {"out": {"norm": 0.5}})
+    refuses = Outcome("sm90", REFUSED, ["no GPU -> buy one"])
+    place = Place("out", (0, 1, 2, 3), (1.0, math.nan), math.inf)
+    found = Check(problem, "cpu", [right, wrong, refuses], {"sm80": ["no GPU -> buy one", "too tall -> sit"]})
+    found.compared, found.budgets = "every element", {"out": {"norm": 8e-3}}
+    found.places = {"tiled": {"out": place}, "python:m:f": {"out": place}}
+    found.changed = {"tiled": [], "python:m:f": ["out"]}
+    found.pairs = [check.Pair("tiled", "python:m:f", {"out": {"norm": 0.5}}, {"out": place})]
+    return found
+
+
+def test_the_report_of_a_check() -> None:
+    """As text, in full; the page of the same blocks is in test_html."""
+    found = judged()
+    assert (
+        report.lines(check.report_of(found, {}), verbose=True)
+        == """\
+NOT RIGHT: python:m:f (wrong). Within their budgets: tiled.
+check: bfloat16 q(1,2,64,16) full
+compared with float64: every element; other bits the second time: python:m:f; cpu
+python:m:f: wrong; out norm error 5.00e-01, budget 8.00e-03
+Errors against their budgets:
+Relative error, norm-wise, as a share of the budget:
+candidate             out
+tiled         2.0e-3, 25%
+python:m:f  5.0e-1, 6250%
+budget             8.0e-3
+Largest errors:
+candidate   verdict   second run       tensor  batch  head  row  column  has  float64
+tiled       verified  same bits        out         0     1    2       3    1      nan
+python:m:f  wrong     other bits: out  out         0     1    2       3    1      nan
+Where each is furthest from float64: a wrong tile, a wrong last row and a wrong head look alike in a norm.
+Against each other:
+pair                     out  tensor  batch  head  row  column  first  second
+tiled and python:m:f  5.0e-1  out         0     1    2       3      1     nan
+Refused:
+candidate  why       what would change that
+sm80       no GPU    buy one
+           too tall  sit
+sm90       no GPU    buy one""".splitlines()
+    )
+    brief = report.lines(check.report_of(found, {}))
+    assert brief[-2:] == ["sm90 refuses: no GPU -> buy one", "did not take it, for reasons that -v tells: sm80"]
+    found.complete = False
+    quiet = report.lines(check.report_of(found, {}), quiet=True)
+    assert quiet == [found.sentence(), "Interrupted: only what was found until then is here."]
+
+
+def test_the_report_of_a_record_is_that_of_the_check() -> None:
+    record = json.loads(report.to_json(judged().to_dict()))
+    assert check.report_of(Check.from_dict(record), {}) == check.report_of(judged(), {})
 
 
 # --- places ----------------------------------------------------------------------------------------------------------
@@ -242,15 +302,14 @@ class NoTruth(FakePool):
         return None
 
 
-def test_without_a_truth_nobody_is_right(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_truth_nobody_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "Pool", lambda: NoTruth({}))
     found = check.run(make_problem((1, 2, 8, 4)), "cpu", Settings(), only=("tiled", "reference"))
     assert found.failed
     assert "lack of memory" in found.sentence()
     assert [outcome.verdict for outcome in found.outcomes] == ["not verified"] * 2
     assert len(found.pairs) == 1
-    check.show(found)
-    assert "against each other" in capsys.readouterr().out
+    assert "Against each other:" in report.lines(check.report_of(found, {}))
 
 
 def test_an_interrupt_keeps_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:

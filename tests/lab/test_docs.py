@@ -17,7 +17,7 @@ from support import make_problem
 from tilewise import Dense
 from tilewise.errors import InvalidInput
 from tilewise.lab.candidates.names import Candidate
-from tilewise.lab.commands import inspect as cli_inspect
+from tilewise.lab.commands import options
 from tilewise.lab.commands.app import app
 from tilewise.lab.measure.compare import VERIFIED, Comparison, Outcome, Row, Settings
 from tilewise.lab.model.launched import launched
@@ -452,7 +452,7 @@ def test_the_commands_of_the_reports_make_records_of_their_names() -> None:
             if "--tensors" in words:
                 continue
             kept.clear()
-            patch.setattr(cli_inspect, "make_device", lambda name: "cuda")
+            patch.setattr(options, "make_device", lambda name: "cuda")
             CliRunner().invoke(app, words[1:])
             experiment = words[words.index("--experiment") + 1] if "--experiment" in words else ""
             assert inspection.record_name(kept["problem"], experiment) == report.name

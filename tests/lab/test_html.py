@@ -24,6 +24,7 @@ from tilewise.lab.render import (
     charts,
     docs,
     host_docs,
+    inspect_report,
     map_docs,
     models_docs,
     pages,
@@ -35,6 +36,7 @@ from tilewise.lab.render import (
     views,
 )
 from tilewise.lab.render import html as reports
+from tilewise.lab.report import lines
 from tilewise.lab.studies import inspect, records
 from tilewise.plan import plan
 from tilewise.target import Target
@@ -47,10 +49,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 OWN_RECORDS = Path(__file__).parent / "records"
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 EVIL = "<script>alert(\"x\")</script> & 'co'"
-
-
-def seconds(median: float) -> dict[str, float]:
-    return {"median": median, "p20": 0.98 * median, "p80": 1.03 * median}
 
 
 def speed(ratio: float, low: float, high: float, verdict: str, against: str = "torch-default") -> dict[str, Any]:
@@ -100,9 +98,7 @@ def inspection() -> dict[str, Any]:
                 "torch-default": speed(1.0, 1.0, 1.0, "same kernels")}  # fmt: skip
     for candidate in told["comparison"]["candidates"]:
         name = candidate["candidate"]
-        taken = times.get(name)
         candidate |= {"speed": verdicts.get(name), "speed_default": verdicts.get(name), "same_as": ""}
-        candidate["cost_seconds"] = seconds(4 * taken) if taken else None
         if name == "torch-flash":
             candidate["same_as"] = "torch-default"
     told["comparison"] |= {"noise": ["load 3.1 on 2 cores"], "undecided": True}
@@ -343,6 +339,22 @@ def test_the_answer_stands_first() -> None:
     assert "wrong" in words
 
 
+def test_the_report_of_an_inspection_as_text() -> None:
+    """In full, and what of it is shown unasked; the page of the same blocks is what the tests here are about."""
+    record = inspection() | {"provenance": {}, "gpu_only": ["fa4"], "our_order": ["sm90", "sm80"]}
+    record["refused"] |= {"fa4": ["no GPU"]}
+    record["plan"] |= {"config": "tile 128 x 64", "launch": ["132 blocks"]}
+    record["torch"] |= {"choice": "torch-cudnn", "priority": ["torch-cudnn", "torch-flash"]}
+    record["disagreements"] = {"torch-flash": [[], ["too tall"]]}
+    seconds, speeds = {"tilewise": 1e-4, "torch-cudnn": 1.5e-4}, {"torch-cudnn": "1.50x [1.48, 1.52]"}
+    recorded = {"problem": "a problem", "same": False, "what": "forward", "seconds": seconds, "speeds": speeds}
+    record["elsewhere"] = {"gpu": "NVIDIA H200", "backend": "sm90", "config": "tile 192 x 128", "because": "it is best",
+                           "recorded": recorded | {"record": "r.json"}}  # fmt: skip
+    found = inspect_report.report_of(record)
+    text = "\n".join(["--- in full", *lines(found, verbose=True), "--- unasked", *lines(found), ""])
+    assert text == (Path(__file__).parent / "golden_inspect.txt").read_text()
+
+
 @pytest.mark.parametrize(
     ("told", "said"),
     [
@@ -385,7 +397,7 @@ def test_candidates_are_sorted_and_slow_ones_folded() -> None:
     assert [entry.name for entry in folded] == ["reference"]
     for candidate in record["comparison"]["candidates"]:
         if candidate["candidate"] in ("tilewise", "torch-default"):
-            candidate["cost_seconds"] = seconds(1.0)
+            candidate |= {"forward": [[0.5]] * 5, "backward": [[0.5]] * 5}
     shown, folded = views.view(record["comparison"]).unfolded()
     assert {"tilewise", "torch-default"} <= {entry.name for entry in shown}, "the two the page is about stay"
     assert "1 more, over 5x slower than the fastest: reference 36.0 ms" in read(page("inspect")).text

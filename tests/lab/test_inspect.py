@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 from support import make_problem
 from tilewise import masks
 from tilewise.errors import DeviceError, InvalidInput
+from tilewise.lab import report
 from tilewise.lab.candidates import flags, inputs, override, rivals
 from tilewise.lab.candidates.names import Candidate, make_inputs
 from tilewise.lab.commands.app import app
@@ -22,7 +24,7 @@ from tilewise.lab.measure import ncu, profile
 from tilewise.lab.measure.compare import VERIFIED, WRONG, Comparison, Outcome, Row, Settings, compare
 from tilewise.lab.measure.worker import Worker
 from tilewise.lab.model import kernels, roofline
-from tilewise.lab.render import inspect_text, pages
+from tilewise.lab.render import inspect_report, pages
 from tilewise.lab.studies import cycles, elsewhere, inspect, kept, records, suites, switches
 from tilewise.plan import BACKENDS, plan
 from tilewise.target import TARGETS, Target
@@ -31,6 +33,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 H200 = Target.named("h200")
+
+
+def text_of(told: dict[str, Any], **looks: bool) -> list[str]:
+    return report.lines(inspect_report.report_of(told), **looks)
 
 
 def run(command: str, *more: str) -> Any:
@@ -145,28 +151,25 @@ def test_an_interrupt_while_kernels_are_looked_at_keeps_the_times(monkeypatch: p
     assert len(found.comparison["tilewise"].forward) == 2
 
 
-def test_inspect_shows_every_candidate_and_every_refusal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_every_candidate_and_every_refusal() -> None:
     problem = make_problem((2, 8, 64, 64), softcap=2.0)
     chosen = plan(problem, Target.named("cpu"))
     names, left_out = inspect.candidates(chosen, "cpu")
     pool = FakePool({chosen.backend: 0.002}, {("tilewise", "time"): "no answer in 30 s"})
     shown = inspect.Inspection(chosen, compare(Row("inspect", problem, names), pool, Settings()), left_out=left_out)  # type: ignore[arg-type]
     told = shown.to_dict()
-    inspect_text.show(told, verbose=True)
-    text = capsys.readouterr().out
+    text = "\n".join(text_of(told, verbose=True))
     assert shown.failed
     assert f"tilewise={chosen.backend}" in text
-    assert "no answer in 30 s: try another" in text
+    assert "no answer in 30 s; try another" in text
     on_gpus = set(told["gpu_only"])
     assert {"sm80", "sm90", "torch-cudnn", "fa3"} <= on_gpus
-    assert f"need a GPU: {', '.join(told['gpu_only'])}" in text
+    assert f"made for GPUs: {', '.join(told['gpu_only'])}" in text
     for verdict in chosen.verdicts:
         said = verdict.willing or verdict.backend in on_gpus
-        assert said or all(str(reason) in text for reason in verdict.reasons)
-    assert "torch-default" in text.partition("refused:")[2]
+        assert said or all(part in text for reason in verdict.reasons for part in (reason.what, reason.remedy))
+    assert "torch-default" in text.partition("Refused:")[2].partition("Choices:")[0]
     assert "\x1b" not in text
-    columns, rows = inspect_text.table(told, shown.comparison)
-    assert all(len(row) == len(columns) for row in rows)
 
 
 def test_the_sentence_says_what_the_default_loses() -> None:
@@ -213,24 +216,22 @@ def test_the_fastest_of_all_is_named_if_it_is_another() -> None:
     assert "fastest" not in sentence_of(one, "tilewise", "torch-default", "torch-flash"), "the default is that kernel"
 
 
-def test_the_outcome_comes_first_and_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_outcome_comes_first_and_fits_80_columns() -> None:
     problem = make_problem((2, 8, 512, 64), torch.bfloat16, needs_grad=True)
     chosen = plan(problem, Target.named("cpu"))
     names = ("tilewise", "tiled", "torch-default", "torch-efficient", "python:/a/long/way/to/kernels.py:my_attention")
     pool = FakePool({"torch-default": 0.0123})
     found = inspect.Inspection(chosen, compare(Row("inspect", problem, names), pool, Settings()))  # type: ignore[arg-type]
     found.comparison.noise = ["the machine is busy"]
-    inspect_text.show(found.to_dict())
-    first, second, *rest = capsys.readouterr().out.splitlines()
+    first, second, *rest = text_of(found.to_dict())
     assert first == found.sentence()
-    assert second == "noisy: the machine is busy"
+    assert second == "Noisy: the machine is busy"
     head = next(index for index, line in enumerate(rest) if line.startswith("candidate "))
     table = rest[head : head + 1 + len(names)]
     assert all(len(line) <= 80 for line in table), table
-    assert any(line.endswith("1.0e-07 ok") for line in table)
+    assert any(line.endswith("1.0e-7 ok") for line in table)
     assert any(line.startswith("tiled ") and line.endswith("over") for line in table), "tiled is wrong in this pool"
-    inspect_text.show(found.to_dict(), quiet=True)
-    assert capsys.readouterr().out.splitlines() == [first, second]
+    assert text_of(found.to_dict(), quiet=True) == [first, second]
 
 
 def test_a_share_over_the_peak_is_not_shown() -> None:
@@ -251,11 +252,17 @@ def test_the_effective_order_is_what_the_dispatcher_does() -> None:
     assert override.effective_order((q, q, q, None, 0.0, False, None, False)) == ["torch-flash", "torch-math"]
     assert override.effective_order((q, q, q, None, 0.5, False, None, False)) == ["torch-math"]
     assert before == (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled())
-    told = {"torch": {"priority": ["torch-cudnn", "torch-flash"], "choice": "cudnn"}, "our_order": ["sm90"]}
-    comparison = compare(Row("inspect", make_problem((1, 2, 16, 8)), ("tilewise",)), FakePool({}), Settings())  # type: ignore[arg-type]
-    assert "PyTorch's order for this problem: torch-cudnn > torch-flash" in inspect_text.choices(told, comparison)
+    problem = make_problem((1, 2, 16, 8))
+    row = Row("inspect", problem, ("tilewise",))
+    found = inspect.Inspection(plan(problem, Target.named("cpu")), compare(row, FakePool({}), Settings()))  # type: ignore[arg-type]
+    told = found.to_dict()
+    told["torch"] |= {"priority": ["torch-cudnn", "torch-flash"], "choice": "cudnn"}
+    shown = text_of(told, verbose=True)
+    assert any(re.fullmatch("PyTorch's order: +torch-cudnn > torch-flash", line) for line in shown)
     told["torch"]["priority"] = ["flash_attention", "cudnn_attention"]  # a record of the settings' order
-    assert inspect_text.choices(told, comparison)[1] == "PyTorch ran torch-cudnn"
+    shown = text_of(told, verbose=True)
+    assert any(line.startswith("PyTorch's default ran:") and line.endswith("torch-cudnn") for line in shown)
+    assert not any(line.startswith("PyTorch's order:") for line in shown)
 
 
 def test_a_record_is_shown_again(tmp_path: Path) -> None:
@@ -281,24 +288,23 @@ def test_a_record_is_shown_again(tmp_path: Path) -> None:
     assert run("inspect", "--record", str(wrong)).exit_code == 2
 
 
-def test_a_cpu_ends_with_what_an_h200_would_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cpu_ends_with_what_an_h200_would_run(tmp_path: Path) -> None:
     problem = make_problem((1, 2, 64, 64), torch.float32, mask=masks.Window(8, 0))
     chosen = plan(problem, Target.named("cpu"))
     row = Row("inspect", problem, ("tilewise", "torch-default"))
     found = inspect.Inspection(chosen, compare(row, FakePool({"torch-default": 0.03}), Settings()))  # type: ignore[arg-type]
     told = found.to_dict()
-    inspect_text.show(told)
-    brief = capsys.readouterr().out
+    brief = "\n".join(text_of(told))
+    assert "(tiled) is 3.00x faster than PyTorch's default" in brief
     told["elsewhere"] = elsewhere.elsewhere(problem, tmp_path)
     assert "recorded" not in told["elsewhere"], "an installed package has no records"
     kept.write(made_up("drawn"), tmp_path / "drawn.json")
     told["elsewhere"] = elsewhere.elsewhere(problem, tmp_path)
-    inspect_text.show(told)
-    text = capsys.readouterr().out
+    text = "\n".join(text_of(told))
     assert text.startswith(brief)
     ending = text.removeprefix(brief)
-    assert "tiled, 3.00x faster than PyTorch's default" in ending
-    assert f"NVIDIA H200: sm90 with {plan(problem, H200).config}" in ending
+    assert "On an NVIDIA H200:\nit would run:  sm90" in ending
+    assert f"configuration: {plan(problem, H200).config}" in ending
     assert "the nearest problem on record" in ending
     recorded = told["elsewhere"]["recorded"]
     assert recorded["record"] in ending
@@ -319,14 +325,15 @@ def test_a_recorded_problem_is_its_own_nearest(tmp_path: Path) -> None:
     assert set(recorded["seconds"]) == {held.outcomes[0].candidate, *recorded["speeds"]}
 
 
-def test_a_model_that_disagrees_with_pytorch_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_disagrees_with_pytorch_is_told() -> None:
     problem = make_problem((1, 2, 16, 8))
     chosen = plan(problem, Target.named("cpu"))
     found = inspect.Inspection(chosen, compare(Row("inspect", problem, ("tilewise",)), FakePool({}), Settings()))  # type: ignore[arg-type]
     found.torch_says = {"torch-flash": ["too flat"], "torch-math": [], "torch-cudnn": []}
     assert set(found.disagreements()) == {"torch-flash", "torch-cudnn"}
     told = found.to_dict()
-    assert any("PyTorch says too flat" in line for line in inspect_text.disagreements(told, found.comparison))
+    shown = "\n".join(text_of(told)).partition("Our model and PyTorch disagree:")[2]
+    assert re.search(r"torch-flash +takes it +too flat", shown)
 
 
 # --- without a GPU ---------------------------------------------------------------------------------------------------
@@ -413,9 +420,12 @@ def test_static_tells_the_waves_of_the_real_grid(target: str) -> None:
 
 
 def test_what_the_profiler_cannot_tell_is_not_shown() -> None:
-    launch = {"name": "k", "grid": [1], "block": [1], "us": 2.0, "count": 1, "smem_bytes": 0, "registers": 32}
-    assert "the profiler's estimate 19%" in inspect_text._launch_text(launch | {"estimated_occupancy": 19})
-    assert "estimate" not in inspect_text._launch_text(launch | {"estimated_occupancy": 0})
+    launch = {"name": "k", "grid": [1], "block": [1], "us": 2.0, "count": 1, "smem_bytes": 0, "registers": 32,
+              "start_us": 0.0}  # fmt: skip
+    for estimate, columns in ((19, [">profiler's occupancy"]), (0, [])):
+        table = inspect_report._kernel_table([launch | {"estimated_occupancy": estimate}], summed=False)
+        assert isinstance(table, report.Table)
+        assert [name for name in table.shown().columns if "profiler" in name] == columns
 
 
 def test_waves_and_their_tail() -> None:
@@ -712,7 +722,7 @@ def test_a_marker_of_bad_options_is_a_message() -> None:
         Candidate("flags:sideways")
 
 
-def test_the_math_path_is_seen_by_step_with_its_gaps(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_math_path_is_seen_by_step_with_its_gaps() -> None:
     def span(cat: str, name: str, at: float, long: float, **told: Any) -> dict[str, Any]:
         return {"ph": "X", "cat": cat, "name": name, "ts": at, "dur": long, "args": told}
 
@@ -728,11 +738,15 @@ def test_the_math_path_is_seen_by_step_with_its_gaps(capsys: pytest.CaptureFixtu
     told = profile.read(events, on_gpu=True)
     assert [launch["step"] for launch in told["launches"]] == ["aten::bmm", "aten::_softmax"]
     assert told["gaps"] == {"launches": 2, "busy_us": 16.0, "idle_us": 4.0, "host_us": 13.0}
-    comparison = compare(Row("inspect", make_problem((1, 2, 16, 8)), ("torch-math",)), FakePool({}), Settings())  # type: ignore[arg-type]
-    lines = inspect_text.kernel_lines({"profiles": {"torch-math": {"forward": told}}}, comparison)
-    summed = "2 launches: busy 16.0 us, idle between them 4.00 us; the host launched them in 13.0 us"
-    assert lines[1] == f"  torch-math, forward ({summed}):"
-    assert "gemm: 10.0 us (aten::bmm)" in lines[2]
+    lane = inspect_report._lane("torch-math", "forward", told, several=False, on_gpu=True)
+    note, table = lane.blocks
+    assert isinstance(note, report.Words)
+    summed = "The device was busy for 16.0 us and idle for 4.00 us in between; the host launched for 13.0 us."
+    assert note.content == summed
+    assert isinstance(table, report.Table)
+    assert [row[:5] for row in table.rows] == [
+        ["gemm", "bmm", "1", "-", "10.0 us"], ["softmax_warp", "_softmax", "1", "4.00 us", "6.00 us"],
+    ]  # fmt: skip
     assert profile.gaps([]) == {"launches": 0, "busy_us": 0.0, "idle_us": 0.0, "host_us": 0.0}
 
 

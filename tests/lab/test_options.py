@@ -20,11 +20,11 @@ from tilewise.errors import InvalidInput
 from tilewise.lab.candidates import names as candidates
 from tilewise.lab.candidates.names import Candidate
 from tilewise.lab.commands import diff as cli_diff
-from tilewise.lab.commands import inspect as cli_inspect
 from tilewise.lab.commands import ladder as cli_ladder
 from tilewise.lab.commands import options, output
 from tilewise.lab.commands import tune as cli_tune
 from tilewise.lab.commands.app import app
+from tilewise.lab.commands.command import USAGE, _with_json_values
 from tilewise.lab.measure import compare
 from tilewise.lab.measure.compare import VERIFIED, Comparison, Outcome, Row
 from tilewise.lab.studies import bench, builds, diff, inspect, kept
@@ -58,7 +58,7 @@ def test_a_record_that_is_nested_too_deep_is_refused(tmp_path: Path, command: st
     path = tmp_path / "deep.json"
     path.write_text('{"kind": "tilewise bench", "rows": ' + "[" * depth + "]" * depth + "}")
     result = run(command.replace("FILE", str(path)))
-    assert result.exit_code == options.USAGE
+    assert result.exit_code == USAGE
     assert "record: got" in result.output
 
 
@@ -67,7 +67,7 @@ def test_output_that_has_no_room_is_an_error_and_no_traceback(more: tuple[str, .
     command = [sys.executable, "-m", "tilewise", "explain", "--shape", "1,1,8,8", *more]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert done.returncode == options.USAGE
+    assert done.returncode == USAGE
     assert done.stderr == "tilewise: the output cannot be written: No space left on device\n"
 
 
@@ -156,9 +156,9 @@ def test_so_is_a_folder(command: str, tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_file_that_is_there_is_kept_until_there_is_something_to_write(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     path.write_text("before")
-    outputs = output.Outputs(path)
+    outputs = output.OutputOptions(json=path)
     assert path.read_text() == "before"
-    outputs.write({"kind": "tilewise test"})
+    outputs.deliver({"kind": "tilewise test"}, lambda: None)
     assert json.loads(path.read_text()) == {"kind": "tilewise test"}
 
 
@@ -166,10 +166,10 @@ def test_what_was_measured_is_not_lost_to_a_full_disk(tmp_path: Path, monkeypatc
     def full(path: Path, text: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    outputs = output.Outputs(tmp_path / "out.json")
+    outputs = output.OutputOptions(json=tmp_path / "out.json")
     monkeypatch.setattr(output, "_replace", full)
     with pytest.raises(InvalidInput, match="No space left on device") as raised:
-        outputs.write({"kind": "tilewise test", "figure": 3})
+        outputs.deliver({"kind": "tilewise test", "figure": 3}, lambda: None)
     rescued = Path(raised.value.remedy.rpartition(" ")[2])
     assert json.loads(rescued.read_text())["figure"] == 3
     rescued.unlink()
@@ -189,10 +189,10 @@ def test_json_goes_to_standard_output_or_to_a_file(tmp_path: Path) -> None:
 
 
 def test_a_traced_programs_own_json_option_is_its_own() -> None:
-    assert options._with_json_values(["--json", "--", "python", "x.py", "--json"]) == [
+    assert _with_json_values(["--json", "--", "python", "x.py", "--json"]) == [
         "--json", "-", "--", "python", "x.py", "--json",
     ]  # fmt: skip
-    assert options._with_json_values(["--json", "a.json", "--json"]) == ["--json", "a.json", "--json", "-"]
+    assert _with_json_values(["--json", "a.json", "--json"]) == ["--json", "a.json", "--json", "-"]
 
 
 # --- one name for one thing ------------------------------------------------------------------------------------------
@@ -206,6 +206,28 @@ def test_the_version_is_printed() -> None:
         == f"tilewise {tilewise.__version__}, torch {torch.__version__}, Python " + (result.stdout.rpartition(" ")[2])
     )
     assert "Exit codes: 0" in run("").stdout
+
+
+_LIST_THE_COMMANDS = """
+import sys, types
+package = types.ModuleType("tilewise")
+package.__path__ = [sys.argv.pop()]
+sys.modules["tilewise"] = package  # its modules without what `import tilewise` imports
+from tilewise.lab.commands.app import app
+app(["--help"], standalone_mode=False)
+print("torch" in sys.modules)
+"""
+
+
+def test_the_list_of_commands_needs_no_pytorch() -> None:
+    """The summaries are read from the modules of the commands, none of which is imported."""
+    words = [sys.executable, "-c", _LIST_THE_COMMANDS, str(Path(tilewise.__file__).parent)]
+    *shown, imported = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert imported == "False"
+    commands: Any = typer.main.get_command(app)
+    for name, later in commands.commands.items():
+        assert later.get_short_help_str() == later.load().get_short_help_str(), name
+        assert any(line.startswith(f"  {name} ") and later.get_short_help_str()[:15] in line for line in shown), name
 
 
 def test_gradients_have_one_name_and_the_former_one_still_works() -> None:
@@ -291,10 +313,9 @@ def test_candidates_are_verified_side_by_side_on_a_gpu_and_timed_alone(monkeypat
     monkeypatch.setattr(inspect, "inspect", measure)
     monkeypatch.setattr(cli_ladder.rungs, "run", measure)
     for device in ("cpu", "cuda"):
-        for module in (cli_inspect, cli_ladder):
-            monkeypatch.setattr(module, "make_device", lambda name, device=device: device)
-        for command in ("inspect --shape 1,1,16,8", "ladder"):
-            assert run(command).exit_code == 2
+        monkeypatch.setattr(options, "make_device", lambda name, device=device: device)
+        for words in ("inspect --shape 1,1,16,8", "ladder"):
+            assert run(words).exit_code == 2
     assert [settings.together for settings in seen] == [False, False, True, True]
 
 
@@ -388,15 +409,15 @@ def test_two_records_side_by_side(tmp_path: Path) -> None:
     assert {change["verdict"] for change in same["changes"]} == {"no change"}
     other.write_text('{"kind": "tilewise magnitudes"}')
     for wrong in (other, tmp_path / "missing.json", tmp_path):
-        assert run("diff", str(new), str(wrong)).exit_code == options.USAGE
-    assert run("diff", str(other), str(other)).exit_code == options.USAGE
+        assert run("diff", str(new), str(wrong)).exit_code == USAGE
+    assert run("diff", str(other), str(other)).exit_code == USAGE
 
 
 def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli_inspect, "make_problem", stopped)
+    monkeypatch.setattr(options, "parse_dtype", stopped)
     result = run("inspect --shape 1,1,8,8")
     assert result.exit_code == 130
     assert result.stderr == "tilewise: interrupted\n"
@@ -424,6 +445,6 @@ def test_what_to_do_without_a_gpu_is_something_the_command_can_do(command: str, 
 
 @pytest.mark.parametrize("name", ["bench", "check", "cycles", "inspect", "ladder", "magnitudes", "trace", "tune"])
 def test_every_measuring_command_writes_json_and_html(name: str) -> None:
-    command: Any = typer.main.get_command(app)
-    taken = {option for parameter in command.commands[name].params for option in parameter.opts}
+    commands: Any = typer.main.get_command(app)
+    taken = {option for parameter in commands.commands[name].load().params for option in parameter.opts}
     assert {"--json", "--html"} <= taken

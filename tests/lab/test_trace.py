@@ -21,10 +21,12 @@ from typer.testing import CliRunner
 import tilewise
 from support import make_problem
 from tilewise.errors import InvalidInput, UnsupportedProblem
+from tilewise.lab import report
 from tilewise.lab.commands import trace as cli_trace
 from tilewise.lab.commands.app import app
 from tilewise.lab.measure.compare import Row, Settings, compare
-from tilewise.lab.watch import torchrun, trace_text
+from tilewise.lab.watch import torchrun, trace_report
+from tilewise.lab.watch.trace import Site
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -94,8 +96,8 @@ def test_math_is_flagged_with_its_reasons_unless_it_was_asked_for() -> None:
     assert not asked.is_math_fallback
     assert dropped in seen.math_fallbacks()
     text = str(seen)
-    assert "torch-math (!)" in text
-    assert f"MATH FALLBACK at {dropped.stack[0]}" in text
+    assert "torch-math, silently" in text
+    assert dropped.stack[0] in text.partition("Silent math fallbacks:")[2]
     assert "dropout 0.5" in text
 
 
@@ -232,7 +234,7 @@ def test_a_program_is_traced_from_end_to_end(program: Path, tmp_path: Path, capf
 def test_fallbacks_and_failures_have_their_codes(program: Path) -> None:
     fallen = trace("--no-compare", "--strict", "--", sys.executable, str(program), "fall")
     assert fallen.exit_code == 1
-    assert "MATH FALLBACK" in fallen.stdout
+    assert "Silent math fallbacks:" in fallen.stdout
     failed = trace("--no-compare", "--", "python", str(program), "fail")
     assert failed.exit_code == 7
     stopped = trace("--no-compare", "--", "python", str(program), "stop")
@@ -339,7 +341,7 @@ def charged(
     names = ("tilewise", "torch-default", "torch-flash") if runs else ("tilewise", "torch-default")
     comparison = compare(Row("site", make_problem((1, 2, 8, 8)), names), pool, Settings())  # type: ignore[arg-type]
     site: dict[str, Any] = {"backend": "torch-flash", "calls": calls, "forward": seconds, "backward": 0.0, "best": ""}
-    trace_text._fill(site, comparison)
+    trace_report._fill(site, comparison)
     return site["best"], site["lost"]
 
 
@@ -453,3 +455,49 @@ def test_packed_sequences_are_seen_with_their_lengths() -> None:
     assert f"lengths at {site.stack[0]}: {site.lengths}" in str(seen)
     tilewise.attention_packed(q, k, v, cu, cu)
     assert site.calls == 3
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_of_a_trace() -> None:
+    """As text, in full; the page of the same blocks is in test_html."""
+    math = Site(("a.py:3 in f", "main.py:1 in <module>"), "bfloat16 q(1,2,3,4) full", None, "torch-math", "cuda",
+                reasons=("flash: no -> yes", "cudnn: off"), calls=3, forward=0.5, best="sm90", lost=0.25)  # fmt: skip
+    packed = Site((), "packed", None, "tilewise", "cuda", calls=1, forward=0.1, backward=0.2, lengths="1 to 9")
+    unseen = Site(("c.py:1 in g",), "nested", None, "", "cuda", calls=2, note="its times are not seen")
+    told = {"seconds": 2.0, "program": "python train.py", "noise": ["a load of 3.1"], "ranks": 2, "complete": False,
+            "sites": [site.to_dict() for site in (packed, unseen, math)]}  # fmt: skip
+    found = trace_report.report_of(json.loads(json.dumps(told)))
+    assert (
+        report.lines(found, verbose=True)
+        == """\
+6 calls at 3 sites, 800 ms, 40% of the time of 2 ranks; silent fallbacks to math: 1 of the sites; 250 ms lost against \
+the best candidates.
+Interrupted: only what was seen is here.
+Noisy: a load of 3.1
+trace: python train.py
+800 ms of 2.00 s, 40%; 2 ranks; 6 calls at 3 sites; cuda; 1 silent math fallback
+Call sites:
+site              problem                   ran                   calls  forward  backward  share    lost  best
+a.py:3 in f       bfloat16 q(1,2,3,4) full  torch-math, silently      3   500 ms         -    25%  250 ms  sm90
+an unknown place  packed                    tilewise                  1   100 ms    200 ms    15%       -  -
+c.py:1 in g       nested                    nothing                   2        -         -      -       -  \
+its times are not seen
+lengths at an unknown place: 1 to 9
+Silent math fallbacks:
+PyTorch ran its unfused math at these sites, and said nothing.
+site         problem                   why no fused kernel took it  what would change that
+a.py:3 in f  bfloat16 q(1,2,3,4) full  flash: no                    yes
+                                       cudnn: off
+Where they are called from:
+a.py:3 in f: bfloat16 q(1,2,3,4) full
+a.py:3 in f
+main.py:1 in <module>""".splitlines()
+    )
+    brief = report.lines(found)[-1]
+    assert brief == "the lines that call them are in the record, and on its page"
+    assert report.lines(found, quiet=True) == report.lines(found)[:3]
+    assert report.lines(trace_report.report_of({"seconds": 0.0, "sites": []}), quiet=True) == [
+        "no call of scaled_dot_product_attention was seen"
+    ]

@@ -507,7 +507,7 @@ def test_the_command_tunes_the_backward_with_grad(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(tune, "_build", lambda units: ([], tune.BUILT, ""))
     monkeypatch.setattr(tune, "Stopwatch", Watch)
-    monkeypatch.setattr("tilewise.lab.commands.tune.make_device", lambda text: "cuda")
+    monkeypatch.setattr("tilewise.lab.commands.options.make_device", lambda text: "cuda")
     where = ["--shape", "1,16,8192,128", "--mask", "causal", "--grad", "--deterministic"]
     with assumed(H200, "cuda"):
         done = CliRunner().invoke(app, ["tune", *where])

@@ -15,9 +15,10 @@
         noise, clocks, environment, ahead   what else the machine did; its clocks; its facts; compiling before
     studies/       what a command finds out: inspect, switches, bench (suites, drawn, records), check, magnitudes, tune,
                    ladder, cycles, diff, builds
-    watch/         every attention call of a program: trace, traced, torchrun, trace_text
+    watch/         every attention call of a program: trace, traced, torchrun, trace_report
     render/        records as HTML pages, pictures, long texts, and tables of the documents
-    commands/      the `tilewise` command: one file per subcommand; app, options and output
+    commands/      the `tilewise` command: one file per subcommand; app lists them, command has what they are made of,
+                   options and output the groups of options that they share
 
 Imports go one way, down this list: a module may import those of its own folder and of what stands above it
 (tests/test_architecture.py). Only commands need the packages of the `lab` extra: `tilewise.trace()` and a worker import

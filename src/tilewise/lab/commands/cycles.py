@@ -2,51 +2,28 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path  # noqa: TC003  (typer reads the annotations)
 from typing import Annotated
 
 import typer
 
 from ..measure import environment
-from ..render import pages
-from ..studies import bench as benches
 from ..studies import cycles as cyclecount
-from ..studies import kept, suites
-from .options import (
-    ExtraCandidates,
-    Html,
-    Json,
-    Only,
-    Seed,
-    TimeLimit,
-    exit_codes,
-    make_candidates,
-    need_device,
-)
-from .output import open_outputs
+from ..studies import suites
+from .command import grouped, taking
+from .options import Only, RunOptions, need_device
+from .output import OutputOptions  # noqa: TC001  (typer reads the annotations)
 
 
+@grouped
 def cycles(
+    run: Annotated[RunOptions, taking("candidate", "seed", time_limit=300.0)],
+    output: Annotated[OutputOptions, taking("save", "results", "json", "page")],
     suite: Annotated[str, typer.Option(help="A suite of bench whose rows run on a GPU.")] = "forward",
     only: Only = None,
-    candidate: ExtraCandidates = None,
-    time_limit: TimeLimit = 300.0,
-    seed: Seed = 0,
-    save: Annotated[bool, typer.Option("--save", help="Add the record to the results folder, as a new file.")] = False,
-    results: Annotated[Path, typer.Option(help="The results folder.")] = benches.RESULTS,
-    json: Json = None,
-    page: Html = None,
 ) -> None:
     """GPU cycles of a suite's candidates by Nsight Compute: a clock that moves with power does not move these."""
-    with exit_codes():
-        outputs = open_outputs(json, page, save, results)
-        need_device("cuda", "run on a machine with an NVIDIA GPU and PyTorch's build for CUDA")
-        rows = suites.suite(suite, tuple(only or ()), make_candidates(candidate), seed)
-        found = cyclecount.measure(rows, seed, time_limit)
-        result = cyclecount.record(suite, found, seed, environment.command_line())
-        if save:
-            print(f"saved {kept.save(result, results)}", file=sys.stderr)
-        outputs.write(result, lambda: pages.page(result))
-        if outputs.text:
-            cyclecount.show(found)
+    need_device("cuda", "run on a machine with an NVIDIA GPU and PyTorch's build for CUDA")
+    rows = suites.suite(suite, tuple(only or ()), run.extra(), run.seed)
+    found = cyclecount.measure(rows, run.seed, run.time_limit)
+    result = cyclecount.record(suite, found, run.seed, environment.command_line())
+    output.deliver(result, lambda: cyclecount.show(found))

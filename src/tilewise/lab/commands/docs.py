@@ -9,10 +9,7 @@ import typer
 
 from ..render import docs as documents
 from ..render import ladder_docs
-from .options import (
-    FAILED,
-    exit_codes,
-)
+from .command import FAILED
 
 
 def docs(
@@ -20,16 +17,15 @@ def docs(
     root: Annotated[Path, typer.Option(help="The folder of the checkout.")] = Path(),
 ) -> None:
     """Write the tables and plots of README.md and docs/ from the newest records, between their markers."""
-    with exit_codes():
-        documents.check_root(root)
-        if check:
-            stale = [str(page.path) for page in documents.pages(root) if page.stale]
-            stale += map(str, [*documents.stale_plots(root), *ladder_docs.stale(root)])
-            print("\n".join(f"stale: {path}" for path in stale) or "all tables and plots are those of the records")
-            raise typer.Exit(FAILED if stale else 0)
-        for page in documents.pages(root):
-            if page.stale:
-                page.path.write_text(page.after, encoding="utf-8")
-                print(f"wrote {page.path}")
-        for path in (*documents.draw_all(root), *ladder_docs.write(root)):
-            print(f"drew {path}")
+    documents.check_root(root)
+    if check:
+        stale = [str(page.path) for page in documents.pages(root) if page.stale]
+        stale += map(str, [*documents.stale_plots(root), *ladder_docs.stale(root)])
+        print("\n".join(f"stale: {path}" for path in stale) or "all tables and plots are those of the records")
+        raise typer.Exit(FAILED if stale else 0)
+    for page in documents.pages(root):
+        if page.stale:
+            page.path.write_text(page.after, encoding="utf-8")
+            print(f"wrote {page.path}")
+    for path in (*documents.draw_all(root), *ladder_docs.write(root)):
+        print(f"drew {path}")

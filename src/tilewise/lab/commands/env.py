@@ -9,32 +9,26 @@ import typer
 
 from .. import report
 from ..measure import environment
-from .options import (
-    Json,
-    exit_codes,
-)
-from .output import Outputs
+from .command import grouped, taking
+from .output import OutputOptions  # noqa: TC001  (typer reads the annotations)
 
 
+@grouped
 def env(
+    output: Annotated[OutputOptions, taking("json")],
     imports: Annotated[bool, typer.Option("--imports", help="Measure how long importing takes, too.")] = False,
-    json: Json = None,
 ) -> None:
     """Versions, devices, caches, variables and PyTorch's attention settings: what a bug report needs."""
-    with exit_codes():
-        outputs = Outputs(json)
-        found = environment.facts()
-        if imports:
-            with report.Bar(1) as bar:
-                bar.tick("importing torch and tilewise in fresh processes")
-                found["import seconds"] = environment.import_seconds()
-        outputs.write(found)
-        if not outputs.text:
-            return
-        for topic, values in found.items():
-            print(f"{topic}:")
-            for line in _indented(values):
-                print(f"  {line}")
+    found = environment.facts()
+    if imports:
+        with report.Bar(1) as bar:
+            bar.tick("importing torch and tilewise in fresh processes")
+            found["import seconds"] = environment.import_seconds()
+    output.deliver(found, lambda: print("\n".join(_topics(found))))
+
+
+def _topics(found: dict[str, Any]) -> list[str]:
+    return [line for topic, values in found.items() for line in (f"{topic}:", *(f"  {x}" for x in _indented(values)))]
 
 
 def _indented(values: Any) -> list[str]:

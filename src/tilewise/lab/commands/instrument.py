@@ -29,7 +29,8 @@ from ..measure.compare import Row, Settings, compare
 from ..measure.pool import Pool
 from ..processes import code_command
 from ..studies import bench, kept
-from .options import FAILED, INTERRUPTED, make_device
+from .command import FAILED, INTERRUPTED
+from .options import make_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

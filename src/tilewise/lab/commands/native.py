@@ -1,4 +1,4 @@
-"""`tilewise native`: the extension that answers repeated calls; building it now, and what state it is in."""
+"""The native extension: repeated calls without Python."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ import typer
 
 from ...native import library
 from ...native.wheel import platform_wheel
-from .options import DEVICE, Command, exit_codes
+from .command import DEVICE, PLAIN, Command
 
-native = typer.Typer(name="native", help="The native extension: repeated calls without Python.", no_args_is_help=True)
+native = typer.Typer(name="native", help=__doc__, no_args_is_help=True, **PLAIN)
 
 
 @native.command("build", cls=Command)
 def build() -> None:
     """Build the extension now, if it is not there, with this machine's C++ compiler."""
-    with exit_codes():
-        library.build()
-        print(library.status()[1])
+    library.build()
+    print(library.status()[1])
 
 
 @native.command("wheel", cls=Command)
@@ -28,15 +27,13 @@ def wheel(
     folder: Annotated[Path, typer.Option(help="Where the new one goes.")] = Path("dist"),
 ) -> None:
     """Make a wheel for this platform, this Python and this PyTorch that holds the extension."""
-    with exit_codes():
-        print(platform_wheel(pure, folder))
+    print(platform_wheel(pure, folder))
 
 
 @native.command("status", cls=Command)
 def status() -> None:
     """Whether calls are answered by the extension here, and what would make it so."""
-    with exit_codes():
-        ready, words = library.status()
-        print(words)
-        if not ready:
-            raise typer.Exit(DEVICE)
+    ready, words = library.status()
+    print(words)
+    if not ready:
+        raise typer.Exit(DEVICE)

@@ -1,152 +1,188 @@
-"""What the commands share: their options, the objects made from them, and the exit codes."""
+"""The options that commands share, in groups, and the objects that are made from them."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
-import sys
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
-from typer.core import TyperCommand
 
 from ... import masks
-from ...errors import DeviceError, InvalidInput, TilewiseError, UnsupportedProblem
+from ...errors import DeviceError, InvalidInput
+from ...plan import AUTO
 from ...problem import Problem, parse_dtype
 from ...scores import softcapped
 from ...target import Target
+from ..candidates import inputs
 from ..candidates.names import KNOWN, OURS, PYTHON, Candidate, check_python
 from ..measure.compare import Settings
+from .command import FAILED, INTERRUPTED, refuse_ignored
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Sequence
 
     from ..measure.compare import Comparison
 
-FAILED, USAGE, UNSUPPORTED, DEVICE, INTERRUPTED = 1, 2, 3, 4, 130
-
-EXIT_CODES = """Exit codes: 0 all is well; 1 a candidate died, hung, raised or gave wrong numbers; 2 bad usage or input;
-3 no backend takes the problem; 4 the device, the driver or a compiler refused; 130 interrupted."""
-
-Shape = Annotated[str, typer.Option(help="batch,heads,seq,head_dim of q, e.g. 1,32,4096,128.")]
-KvHeads = Annotated[int | None, typer.Option(help="Key/value heads, if fewer than q's.")]
-SeqKv = Annotated[int | None, typer.Option(help="Length of k and v, if not q's.")]
-HeadDimV = Annotated[int | None, typer.Option(help="head_dim of v, if not q's.")]
-Dtype = Annotated[str, typer.Option(help="bf16, fp16, float32 or float64.")]
-Masks = Annotated[
-    list[str] | None,
-    typer.Option("--mask", help="A mask as in explain, full by default; may be repeated: every shape with every mask."),
-]
-MaskText = Annotated[
-    str,
-    typer.Option(
-        help="full, causal[:bottom-right], window:LEFT,RIGHT[:bottom-right], documents:0,a,b[:INNER] or "
-        "dense:bool|additive:SHAPE such as dense:bool:1x1x512x512."
-    ),
-]
-Scale = Annotated[float | None, typer.Option(help="Scale of the scores; 1/sqrt(head_dim) by default.")]
-Softcap = Annotated[float, typer.Option(help="softcap * tanh(score / softcap); 0 = off.")]
-Dropout = Annotated[float, typer.Option(help="Dropout probability.")]
-LayoutText = Annotated[str, typer.Option(help="Memory order of the tensors: bhsd or bshd.")]
-Lse = Annotated[bool, typer.Option("--lse", help="The log-sum-exp is wanted too.")]
-Deterministic = Annotated[bool, typer.Option("--deterministic", help="Deterministic algorithms are asked for.")]
-Json = Annotated[
-    Path | None,
-    typer.Option("--json", help="Write JSON to this file; - or nothing: to standard output, instead of text."),
-]
-Html = Annotated[
-    Path | None,
-    typer.Option("--html", help="Write a report to this file, one page that loads nothing; -: to standard output."),
-]
-Record = Annotated[Path | None, typer.Option("--record", help="Show this record again instead of measuring.")]
-Grad = Annotated[bool, typer.Option("--grad", help="Gradients are wanted: the backward is looked at too.")]
-FormerGrad = Annotated[bool, typer.Option("--backward", hidden=True)]  # what --grad was called
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="All there is to tell, not only the outcome.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only the sentence that sums it up.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:0, or auto: a GPU if there is one.")]
-Seed = Annotated[int, typer.Option(help="Seed of inputs, sampling and order.")]
-TimeLimit = Annotated[float, typer.Option(help="Seconds a candidate may take for one step.", min=0.1)]
-Repeat = Annotated[
-    int | None,
-    typer.Option(
-        "--repeat",
-        "--rounds",
-        help="Exactly so many rounds, each of which times every candidate once. Without it a few, and more until the "
-        "differences are clear or the time is up.",
-        min=1,
-    ),
-]
-Timing = Annotated[str, typer.Option(help="wall, events, graph or host; auto: wall on a CPU, events on a GPU.")]
-Flush = Annotated[bool, typer.Option("--flush", help="Overwrite the GPU's L2 cache before each call (events only).")]
+OF_SHAPES = (
+    "shape", "kv_heads", "seq_kv", "head_dim_v", "dtype", "mask", "scale", "softcap", "dropout", "layout", "lse",
+    "deterministic",
+)  # fmt: skip
+OF_TENSORS = (*OF_SHAPES, "tensors", "grad", "former_grad")
+WITHOUT_DROPOUT = tuple(name for name in OF_TENSORS if name != "dropout")
 Only = Annotated[
     list[str] | None,
     typer.Option(help="Only rows with this in their name; may be repeated; A+B: with both A and B in it."),
 ]
-TargetName = Annotated[
-    str,
-    typer.Option(help="A GPU by name (h200, a100, ...) or architecture (sm_90), cpu, cuda:0, or auto: this machine."),
-]
-TorchVersion = Annotated[str | None, typer.Option("--torch", help="Plan for this PyTorch release, e.g. 2.12.")]
-ExtraCandidates = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--candidate",
-        help="Another candidate (may be repeated): a name such as torch-math, or your function as mypkg.mod:fn or "
-        "file.py:fn, called as fn(q, k, v, problem, bias).",
-    ),
-]
 
 
-class Command(TyperCommand):
-    """A command that knows which options it was given, and takes `--json` without a value for standard output."""
+@dataclass(frozen=True, slots=True)
+class ProblemOptions:
+    """What attention is asked for; several shapes and masks where a command takes them."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, _with_json_values(args))
+    shape: Annotated[str, typer.Option(help="batch,heads,seq,head_dim of q, e.g. 1,32,4096,128.")] = ""
+    shapes: Annotated[
+        list[str] | None, typer.Option("--shape", help="batch,heads,seq,head_dim of q; may be repeated.")
+    ] = None
+    masks: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--mask", help="A mask as in explain, full by default; may be repeated: every shape with every mask."
+        ),
+    ] = None
+    kv_heads: Annotated[int | None, typer.Option(help="Key/value heads, if fewer than q's.")] = None
+    seq_kv: Annotated[int | None, typer.Option(help="Length of k and v, if not q's.")] = None
+    head_dim_v: Annotated[int | None, typer.Option(help="head_dim of v, if not q's.")] = None
+    dtype: Annotated[str, typer.Option(help="bf16, fp16, float32 or float64.")] = "bf16"
+    mask: Annotated[
+        str,
+        typer.Option(
+            help="full, causal[:bottom-right], window:LEFT,RIGHT[:bottom-right], documents:0,a,b[:INNER] or "
+            "dense:bool|additive:SHAPE such as dense:bool:1x1x512x512."
+        ),
+    ] = "full"
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Packed sequences of these lengths, which add up to seq, e.g. 64,128,2600, or a file of them; "
+            "--mask holds in each."
+        ),
+    ] = None
+    scale: Annotated[float | None, typer.Option(help="Scale of the scores; 1/sqrt(head_dim) by default.")] = None
+    softcap: Annotated[float, typer.Option(help="softcap * tanh(score / softcap); 0 = off.")] = 0.0
+    dropout: Annotated[float, typer.Option(help="Dropout probability.")] = 0.0
+    layout: Annotated[str, typer.Option(help="Memory order of the tensors: bhsd or bshd.")] = "bhsd"
+    lse: Annotated[bool, typer.Option("--lse", help="The log-sum-exp is wanted too.")] = False
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="Deterministic algorithms are asked for.")] = (
+        False
+    )
+    tensors: Annotated[
+        Path | None, typer.Option(help="Instead of --shape: a file of torch.save((q, k, v)), as a model had them.")
+    ] = None
+    grad: Annotated[bool, typer.Option("--grad", help="Gradients are wanted: the backward is looked at too.")] = False
+    former_grad: Annotated[bool, typer.Option("--backward", hidden=True)] = False  # what --grad was called
+    precision: Annotated[str, typer.Option(help="exact, or for float32 also tf32.")] = "exact"
 
-    def invoke(self, ctx: Any) -> Any:
-        _given.clear()
-        for param in self.params:
-            source = ctx.get_parameter_source(param.name)
-            if source is not None and source.name == "COMMANDLINE":
-                _given[str(param.name)] = max(param.opts, key=len)
-        with exit_codes():
-            if "quiet" in _given:
-                refuse_ignored("with --quiet", "verbose")
-            return super().invoke(ctx)
+    @property
+    def path(self) -> str:
+        """The file of tensors; empty without one."""
+        return str(self.tensors) if self.tensors else ""
+
+    def make(self, shape: str = "", mask: str = "") -> Problem:
+        """The problem; of several, the one of this shape and mask."""
+        if self.tensors is not None:
+            refuse_ignored("with --tensors, which say it themselves", *OF_SHAPES)
+            return inputs.problem_of(self.path, needs_grad=self.grad or self.former_grad)
+        shape = shape or self.shape
+        try:
+            batch, heads, seq, head_dim = (int(part) for part in shape.split(","))
+        except ValueError:
+            raise InvalidInput(
+                "--shape", repr(shape), "four integers: batch,heads,seq,head_dim", "write e.g. --shape 1,32,4096,128"
+            ) from None
+        if self.scale == 0.0:
+            raise InvalidInput(
+                "--scale", self.scale, "a finite number other than 0", "leave --scale out for the default"
+            )
+        return Problem(
+            batch=batch,
+            heads_q=heads,
+            heads_kv=heads if self.kv_heads is None else self.kv_heads,
+            seq_q=seq,
+            seq_kv=seq if self.seq_kv is None else self.seq_kv,
+            head_dim=head_dim,
+            head_dim_v=head_dim if self.head_dim_v is None else self.head_dim_v,
+            dtype=parse_dtype(self.dtype),
+            mask=masks.parse(packed_mask(mask or self.mask, self.lengths)),
+            scale=0.0 if self.scale is None else self.scale,
+            scores=softcapped(self.softcap),
+            dropout=self.dropout,
+            layout=self.layout,  # type: ignore[arg-type]  # Problem checks it
+            needs_grad=self.grad or self.former_grad,
+            needs_lse=self.lse,
+            deterministic=self.deterministic,
+            precision=self.precision,  # type: ignore[arg-type]  # as layout
+        )
+
+    def each(self, shapes: Sequence[str] = ()) -> list[Problem]:
+        """Every shape, of those given or else of `shapes`, with every mask."""
+        return [self.make(shape, mask) for shape in self.shapes or shapes for mask in self.masks or ["full"]]
 
 
-_given: dict[str, str] = {}  # parameter -> option, of the command that runs
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """Who runs, where and for how long."""
 
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:0, or auto: a GPU if there is one.")] = "auto"
+    timing: Annotated[str, typer.Option(help="wall, events, graph or host; auto: wall on a CPU, events on a GPU.")] = (
+        "auto"
+    )
+    flush: Annotated[
+        bool, typer.Option("--flush", help="Overwrite the GPU's L2 cache before each call (events only).")
+    ] = False
+    candidate: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Another candidate (may be repeated): a name such as torch-math, or your function as mypkg.mod:fn or "
+            "file.py:fn, called as fn(q, k, v, problem, bias)."
+        ),
+    ] = None
+    only: Annotated[list[str] | None, typer.Option(help="Only this candidate (may be repeated).")] = None
+    target: Annotated[
+        str, typer.Option(help="A GPU by name (h200, a100, ...) or architecture (sm_90), cpu, cuda:0, or auto: this "
+                          "machine.")
+    ] = AUTO  # fmt: skip
+    repeat: Annotated[
+        int | None,
+        typer.Option(
+            "--repeat",
+            "--rounds",
+            help="Exactly so many rounds, each of which times every candidate once. Without it a few, and more until "
+            "the differences are clear or the time is up.",
+            min=1,
+        ),
+    ] = None
+    time_limit: Annotated[float, typer.Option(help="Seconds a candidate may take for one step.", min=0.1)] = 30.0
+    seed: Annotated[int, typer.Option(help="Seed of inputs, sampling and order.")] = 0
 
-def _with_json_values(args: list[str]) -> list[str]:
-    """Bare `--json` becomes `--json -`. What follows `--` is another program's."""
-    found: list[str] = []
-    for place, word in enumerate(args):
-        if word == "--":
-            return found + args[place:]
-        found.append(word)
-        following = args[place + 1] if place + 1 < len(args) else "--"
-        if word == "--json" and following.startswith("-") and following != "-":
-            found.append("-")
-    return found
+    def where(self) -> str:
+        return make_device(self.device)
 
+    def method(self) -> str:
+        return make_method(self.timing, self.where())
 
-def refuse_ignored(why: str, *names: str) -> None:
-    """InvalidInput if one of these parameters was given, since it would have no effect, for the reason `why`."""
-    for name in names:
-        if name in _given:
-            raise InvalidInput(_given[name], "the option", f"none: it has no effect {why}", "leave it out")
+    def extra(self) -> tuple[str, ...]:
+        return make_candidates(self.candidate)
 
-
-def measuring(repeat: int | None, rounds: int, max_rounds: int, **settings: Any) -> Settings:
-    """As many rounds as were asked for; else `rounds`, and up to `max_rounds` while the differences are not clear."""
-    if repeat is not None:
-        return Settings(rounds=repeat, **settings)
-    return Settings(rounds=rounds, max_rounds=max_rounds, **settings)
+    def settings(self, rounds: int, max_rounds: int, **settings: Any) -> Settings:
+        """As many rounds as were asked for; else `rounds`, and up to `max_rounds` while differences are not clear."""
+        settings |= {"time_limit": self.time_limit, "seed": self.seed}
+        if self.repeat is not None:
+            return Settings(rounds=self.repeat, **settings)
+        return Settings(rounds=rounds, max_rounds=max_rounds, **settings)
 
 
 def packed_mask(inner: str, lengths: str | None) -> str:
@@ -169,38 +205,6 @@ def packed_mask(inner: str, lengths: str | None) -> str:
         if isinstance(error, InvalidInput):
             raise
         raise InvalidInput("--lengths", repr(lengths), "whole numbers", "write them as in 64,128,2600") from None
-
-
-def make_problem(
-    shape: str, kv_heads: int | None, seq_kv: int | None, head_dim_v: int | None, dtype: str, mask: str,
-    scale: float | None, softcap: float, dropout: float, layout: str, grad: bool, lse: bool, deterministic: bool,
-) -> Problem:  # fmt: skip
-    try:
-        batch, heads, seq, head_dim = (int(part) for part in shape.split(","))
-    except ValueError:
-        raise InvalidInput(
-            "--shape", repr(shape), "four integers: batch,heads,seq,head_dim", "write e.g. --shape 1,32,4096,128"
-        ) from None
-    if scale == 0.0:
-        raise InvalidInput("--scale", scale, "a finite number other than 0", "leave --scale out for the default")
-    return Problem(
-        batch=batch,
-        heads_q=heads,
-        heads_kv=heads if kv_heads is None else kv_heads,
-        seq_q=seq,
-        seq_kv=seq if seq_kv is None else seq_kv,
-        head_dim=head_dim,
-        head_dim_v=head_dim if head_dim_v is None else head_dim_v,
-        dtype=parse_dtype(dtype),
-        mask=masks.parse(mask),
-        scale=0.0 if scale is None else scale,
-        scores=softcapped(softcap),
-        dropout=dropout,
-        layout=layout,  # type: ignore[arg-type]  # Problem checks it
-        needs_grad=grad,
-        needs_lse=lse,
-        deterministic=deterministic,
-    )
 
 
 def make_target(name: str, torch_version: str | None) -> Target:
@@ -285,28 +289,3 @@ def leave(comparisons: list[Comparison]) -> None:
         raise typer.Exit(INTERRUPTED)
     if any(outcome.failed for comparison in comparisons for outcome in comparison.outcomes):
         raise typer.Exit(FAILED)
-
-
-@contextlib.contextmanager
-def exit_codes() -> Iterator[None]:
-    """The package's exceptions as a message and an exit code, without a traceback."""
-    try:
-        yield
-        print(end="", flush=True)
-    except TilewiseError as error:
-        print(f"tilewise: {error}", file=sys.stderr)
-        codes = {InvalidInput: USAGE, UnsupportedProblem: UNSUPPORTED}
-        raise typer.Exit(codes.get(type(error), DEVICE)) from None
-    except KeyboardInterrupt:
-        print("tilewise: interrupted", file=sys.stderr)
-        raise typer.Exit(INTERRUPTED) from None
-    except OSError as error:
-        if error.errno not in _FULL:
-            raise
-        print(f"tilewise: the output cannot be written: {error.strerror}", file=sys.stderr)
-        with contextlib.suppress(OSError):  # else Python writes what is left once more when it ends
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(USAGE) from None
-
-
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}

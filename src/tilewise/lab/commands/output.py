@@ -10,11 +10,15 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from ...errors import InvalidInput
 from .. import report
-from .options import refuse_ignored
+from ..studies import kept
+from ..studies.bench import RESULTS
+from .command import refuse_ignored
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,45 +55,69 @@ def check_folder(option: str, path: Path | None) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Outputs:
-    """What was asked for; made, and thereby checked, before the measurements."""
+class OutputOptions:
+    """Where results go, and how much is printed. Made, and thereby checked, before anything is measured."""
 
-    json: Path | None = None
-    html: Path | None = None
+    save: Annotated[bool, typer.Option("--save", help="Add the record to the results folder, as a new file.")] = False
+    results: Annotated[Path, typer.Option(help="The results folder.")] = RESULTS
+    record: Annotated[Path | None, typer.Option(help="Show this record again instead of measuring.")] = None
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="All there is to tell, not only the outcome.")] = (
+        False
+    )
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the sentence that sums it up.")] = False
+    json: Annotated[
+        Path | None,
+        typer.Option("--json", help="Write JSON to this file; - or nothing: to standard output, instead of text."),
+    ] = None
+    page: Annotated[
+        Path | None,
+        typer.Option("--html", help="Write a report to this file, one page that loads nothing; -: to standard output."),
+    ] = None
 
     def __post_init__(self) -> None:
         check_file("--json", self.json)
-        check_file("--html", self.html)
-        if self.json == self.html == STDOUT:
+        check_file("--html", self.page)
+        if self.json == self.page == STDOUT:
             raise InvalidInput("--html", "- beside --json -", "standard output for one of them", "name a file")
+        if self.save:
+            check_folder("--results", self.results)
+        else:
+            refuse_ignored("without --save", "results")
 
     @property
     def text(self) -> bool:
         """Standard output is not taken by one of the formats."""
-        return STDOUT not in (self.json, self.html)
+        return STDOUT not in (self.json, self.page)
 
-    def write(self, record: Any, page: Callable[[], str] = lambda: "") -> None:
-        """The record as JSON, and its page, where they were asked for."""
+    @property
+    def looks(self) -> dict[str, bool]:
+        """How much is printed."""
+        return {"verbose": self.verbose, "quiet": self.quiet}
+
+    def deliver(self, record: Any, show: Callable[[], object]) -> None:
+        """Keep the record, print its text, and write it as JSON and as a page: what was asked for of these."""
+        if self.save:
+            print(f"saved {kept.save(record, self.results)}", file=sys.stderr)
+        if self.text:
+            show()
         if self.json is not None:
             _write("--json", self.json, report.to_json(record) + "\n", record)
-        if self.html is not None:
-            _write("--html", self.html, page(), record)
+        if self.page is not None:
+            from ..render import pages  # noqa: PLC0415  (loaded where a page is written)
 
-
-def write_file(option: str, path: Path, write: Callable[[], object], record: Any) -> None:
-    """Let `write` make a file; if it cannot, the record is kept in another."""
-    try:
-        write()
-    except OSError as error:
-        _rescue(option, path, error, record)
+            _write("--html", self.page, pages.page(record), record)
 
 
 def _write(option: str, path: Path, text: str, record: Any) -> None:
+    """If the file cannot be written, the record is kept in another."""
     if path == STDOUT:
         sys.stdout.write(text)
         sys.stdout.flush()
         return
-    write_file(option, path, lambda: _replace(path, text), record)
+    try:
+        _replace(path, text)
+    except OSError as error:
+        _rescue(option, path, error, record)
     print(f"wrote {path}", file=sys.stderr)
 
 
@@ -103,12 +131,3 @@ def _rescue(option: str, path: Path, error: OSError, record: Any) -> None:
     raise InvalidInput(
         option, f"{path} ({error.strerror})", "a file that can be written", f"what was measured is in {file.name}"
     ) from error
-
-
-def open_outputs(json: Path | None, page: Path | None, save: bool, results: Path) -> Outputs:
-    """The outputs of a command that can also add its record to a results folder."""
-    if save:
-        check_folder("--results", results)
-    else:
-        refuse_ignored("without --save", "results")
-    return Outputs(json, page)

@@ -15,53 +15,46 @@ from typing import Annotated, Any
 import typer
 
 from ...errors import InvalidInput, TilewiseError
+from .. import report
 from ..measure import environment
 from ..processes import SOURCE, module_command
-from ..render import pages
-from ..watch import torchrun, trace_text
-from .options import FAILED, INTERRUPTED, Html, Json, Quiet, Seed, TimeLimit, exit_codes, measuring, refuse_ignored
-from .output import Outputs
+from ..watch import torchrun, trace_report
+from .command import FAILED, INTERRUPTED, grouped, refuse_ignored, taking
+from .options import RunOptions  # noqa: TC001  (typer reads the annotations)
+from .output import OutputOptions  # noqa: TC001  (typer reads the annotations)
 
 _TAKE_A_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 
 
+@grouped
 def trace(
     command: Annotated[list[str], typer.Argument(help="The program: python train.py ARGS, or python -m MODULE ARGS.")],
+    options: Annotated[RunOptions, taking("time_limit", "seed")],
+    output: Annotated[OutputOptions, taking("quiet", "json", "page")],
     compare: Annotated[
         bool, typer.Option(help="Measure what the slowest sites lose against the best candidate, afterwards.")
     ] = True,
     strict: Annotated[bool, typer.Option("--strict", help="Fail if a site silently falls back to math.")] = False,
-    time_limit: TimeLimit = 30.0,
-    seed: Seed = 0,
-    quiet: Quiet = False,
-    json: Json = None,
-    page: Html = None,
 ) -> None:
     """Every call site of scaled_dot_product_attention in a Python program: shapes, backend, time, what is lost."""
-    with exit_codes():
-        outputs = Outputs(json, page)
-        if not compare:
-            refuse_ignored("with --no-compare", "time_limit", "seed")
-        code, told = run(command)
-        told |= {"program": " ".join(command), "provenance": environment.provenance(seed, environment.command_line())}
-        if compare and told["sites"]:
-            try:
-                settings = measuring(
-                    None, 7, 21, more_seconds=5.0, round_seconds=0.02, time_limit=time_limit, seed=seed
-                )
-                trace_text.lose(told, settings)
-            except TilewiseError as error:
-                if code == 0:  # else the program's own code counts
-                    raise
-                print(f"tilewise: the sites were not compared: {error}", file=sys.stderr)
-        if outputs.text:
-            print("\n".join(trace_text.lines(told, quiet=quiet)))
-        outputs.write(told, lambda: pages.page(told))
-        if code:
-            print(f"tilewise: the program ended with exit code {code}", file=sys.stderr)
-            raise typer.Exit(code)
-        if strict and any(site["math_fallback"] for site in told["sites"]):
-            raise typer.Exit(FAILED)
+    if not compare:
+        refuse_ignored("with --no-compare", "time_limit", "seed")
+    code, told = run(command)
+    provenance = environment.provenance(options.seed, environment.command_line())
+    told |= {"program": " ".join(command), "provenance": provenance}
+    if compare and told["sites"]:
+        try:
+            trace_report.lose(told, options.settings(7, 21, more_seconds=5.0, round_seconds=0.02))
+        except TilewiseError as error:
+            if code == 0:  # else the program's own code counts
+                raise
+            print(f"tilewise: the sites were not compared: {error}", file=sys.stderr)
+    output.deliver(told, lambda: report.show(trace_report.report_of(told), quiet=output.quiet))
+    if code:
+        print(f"tilewise: the program ended with exit code {code}", file=sys.stderr)
+        raise typer.Exit(code)
+    if strict and any(site["math_fallback"] for site in told["sites"]):
+        raise typer.Exit(FAILED)
 
 
 def run(command: list[str]) -> tuple[int, dict[str, Any]]:

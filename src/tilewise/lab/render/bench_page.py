@@ -35,8 +35,7 @@ from .html import (
     tagged,
     torch_of,
 )
-from .inspect_page import error_cells
-from .views import Entry, View, view
+from .views import Entry, View, error_cells, view
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,6 +11,7 @@ import math
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..report import Dot, Line, Span
 from ..units import count, duration, percent, rate
 from . import roles
 from .html import Markup, text
@@ -18,44 +19,13 @@ from .html import Markup, text
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+Bar = Line
 SPREAD = ("spread", "20th to 80th percentile")
 TICKS = (0.1, 0.2, 0.3, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 _PLOT_HEIGHT = 336  # CSS pixels, as `.plot` has it: labels are kept apart in them
 _LABEL_HEIGHT = 15
 _LEADER = 3.0  # of the width, from a dot to its name
 _STRIP = 1000  # units across a lane
-
-
-class Bar(NamedTuple):
-    """A line of a chart of bars."""
-
-    name: str
-    value: float
-    text: str  # the value, as it is shown
-    kind: str = "ours"
-    low: float | None = None  # of the whisker
-    high: float | None = None
-    aside: object = ""
-    chosen: bool = False  # what the page is about
-    small: str = ""  # beside the name
-    lost: float = 0.0  # a part of the value
-
-
-class Dot(NamedTuple):
-    """A measured point of a roofline: operations per byte, and operations per second."""
-
-    name: str
-    intensity: float
-    rate: float
-    kind: str = "ours"
-
-
-class Span(NamedTuple):
-    """A stretch of a lane, in microseconds from the lane's start."""
-
-    name: str
-    start: float
-    length: float
 
 
 class Lane(NamedTuple):

@@ -17,11 +17,17 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from ..report import Bad, Candidate, Code, Good, Kernel, Lines, More, Ours, Phrase
+from .roles import role_of, short_name
 from .style import STYLE
+from .views import kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
+
+
+_MARKS: dict[type, str] = {Bad: "bad", Good: "ok", More: "more", Ours: "ours"}
 
 
 class Markup(str):
@@ -41,7 +47,7 @@ class Section(Markup):
 class Head:
     """What stands first: which report it is, the answer, and the facts that qualify it."""
 
-    about: str  # the command and its subject
+    about: object  # the command and its subject
     claim: object  # the answer, in one line
     facts: Sequence[object] = ()
     lead: object = ""  # a sentence or two of explanation
@@ -50,14 +56,28 @@ class Head:
     title: str = field(default="")  # of the window; about and claim if empty
 
 
-def text(value: object) -> str:
-    """Escaped, unless it is markup."""
-    return value if isinstance(value, Markup) else escape(str(value))
+def text(value: object) -> Markup:
+    """Escaped, unless it is markup; what a report calls a piece decides how it looks."""
+    if isinstance(value, Markup):
+        return value
+    if isinstance(value, Phrase):
+        return Markup("".join(map(text, value)))
+    if isinstance(value, Lines):
+        return listing(value, "plain")
+    if isinstance(value, Candidate):
+        return tagged(kind_of(value), str(value))
+    if isinstance(value, Kernel):
+        return tagged(role_of(value), short_name(value))
+    if isinstance(value, Code):
+        return code(str(value))
+    words = escape(str(value))
+    mark = _MARKS.get(type(value))
+    return Markup(f'<span class="{mark}">{words}</span>' if mark else words)
 
 
 def plain(value: object) -> str:
     """Without markup."""
-    return re.sub(r"<[^>]*>", "", value) if isinstance(value, Markup) else escape(str(value))
+    return re.sub(r"<[^>]*>", "", text(value))
 
 
 def document(head: Head, sections: Sequence[Section], record: dict[str, Any]) -> str:

@@ -24,8 +24,7 @@ from .html import (
     tagged,
     torch_of,
 )
-from .inspect_page import cautions, error_cells, kinds, speed_text
-from .views import Entry, view
+from .views import Entry, cautions, error_cells, kinds, speed_text, view
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,14 +16,13 @@ from html import unescape
 from typing import TYPE_CHECKING, Any
 
 from ...errors import InvalidInput
-from ..studies import kept
+from ..studies import check, kept
+from ..watch import trace_report
 from . import bench_page as _bench
-from . import check_page as _check
+from . import blocks, inspect_report
 from . import cycles_page as _cycles
-from . import inspect_page as _inspect
 from . import ladder_page as _ladder
 from . import magnitudes_page as _magnitudes
-from . import trace_page as _trace
 from . import tune_page as _tune
 from .html import identity
 
@@ -33,12 +32,17 @@ if TYPE_CHECKING:
 
     from ..studies.records import Record
 
+
+def _check(told: dict[str, Any]) -> str:
+    return blocks.page(check.report_of(check.Check.from_dict(told), told.get("provenance") or {}), told)
+
+
 _PAGES: dict[str, Callable[[dict[str, Any]], str]] = {
-    "tilewise inspect": _inspect.inspect_page,
+    "tilewise inspect": lambda told: blocks.page(inspect_report.report_of(told), told),
     "tilewise bench": _bench.bench_page,
     "tilewise tune": _tune.tune_page,
-    "tilewise trace": _trace.trace_page,
-    "tilewise check": _check.check_page,
+    "tilewise trace": lambda told: blocks.page(trace_report.report_of(told), told),
+    "tilewise check": _check,
     "tilewise ladder": _ladder.ladder_page,
     "tilewise magnitudes": _magnitudes.magnitudes_page,
     "tilewise cycles": _cycles.cycles_page,

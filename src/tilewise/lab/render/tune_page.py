@@ -11,7 +11,7 @@ from ..measure.statistics import Speed
 from ..studies import tune
 from . import charts
 from .html import Head, Markup, Section, code, compact_table, document, fold, note, paragraph, section, torch_of
-from .inspect_page import speed_text
+from .views import speed_text
 
 _BARS = 16
 

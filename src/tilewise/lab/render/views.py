@@ -11,8 +11,12 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from ...plan import BACKENDS
-from ..measure.compare import REFUSED, TIMES, UNVERIFIED, VERIFIED
-from ..measure.statistics import Speed
+from .. import units
+from ..measure import words
+from ..measure.compare import REFUSED, TIMES, UNVERIFIED, VERIFIED, median, summary
+from ..measure.statistics import INDISTINGUISHABLE, SAME, TOO_FEW, Speed
+from ..report import Bad, Inline, More, Phrase
+from ..studies.inspect import parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -116,7 +120,8 @@ def view(comparison: dict[str, Any]) -> View:
     for name, values in told.items():
         if values["verdict"] == REFUSED:
             continue
-        entry = Entry(name, values["verdict"], list(values["because"]), values["cost_seconds"], _parts(values))
+        parts = parts_of({what: values.get(what) or [] for what in TIMES})
+        entry = Entry(name, values["verdict"], list(values["because"]), _seconds(parts, values), parts)
         entry.speed = None if name == best else Speed.of(values["speed"])
         entry.speed_default = None if name == DEFAULT else Speed.of(values["speed_default"])
         entry.errors = {tensor: float(kinds["norm"]) for tensor, kinds in values["errors"].items()}
@@ -136,8 +141,12 @@ def view(comparison: dict[str, Any]) -> View:
     )
 
 
-def _parts(values: dict[str, Any]) -> dict[str, dict[str, float]]:
-    return {what: seconds for what in TIMES if (seconds := values[f"{what}_seconds"])}
+def _seconds(parts: dict[str, dict[str, float]], values: dict[str, Any]) -> dict[str, float] | None:
+    """Of all that is timed: the sum of the directions, and the spread of the rounds' sums."""
+    if len(parts) < 2:
+        return next(iter(parts.values()), None)
+    spread = summary([sum(map(median, one)) for one in zip(*(values[what] for what in parts), strict=False)])
+    return spread and spread | {"median": sum(part["median"] for part in parts.values())}
 
 
 def in_steps(launches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -168,3 +177,39 @@ def _merge(entries: dict[str, Entry], same: dict[str, str]) -> None:
             for name in alike:
                 if name not in (kept, OURS, DEFAULT):
                     entries[kept].also.append(entries.pop(name))
+
+
+def cautions(seen: View) -> list[str]:
+    """What a reader must know before believing the times."""
+    found = [] if seen.complete else ["Interrupted: only what was measured is here."]
+    found += [f"Noisy: {line}" for line in seen.noise]
+    if seen.undecided:
+        found.append("Time was up before the intervals were narrow: small differences are not decided.")
+    return found
+
+
+def kinds(entries: Sequence[Entry]) -> list[tuple[str, str]]:
+    """The legend of whose the candidates are."""
+    present = {entry.kind for entry in entries}
+    return [(kind, title) for kind, title in KINDS.items() if kind in present]
+
+
+def speed_text(speed: Speed | None) -> Inline:
+    """`1.34x faster (1.29 to 1.40)`"""
+    if speed is None:
+        return ""
+    bounds = words.bounds(speed)
+    others = {INDISTINGUISHABLE: "no difference seen", TOO_FEW: f"{speed.ratio:.2f}x, too few rounds", SAME: SAME}
+    claimed = others.get(speed.verdict) or words.claim(speed).removesuffix(" than")
+    return Phrase((claimed, *([" ", More(f"({bounds})")] if bounds else [])))
+
+
+def error_cells(entry: Entry, seen: View, *tensors: str) -> list[str]:
+    """An error, and how much of its budget it takes."""
+    found = entry.error(*tensors)
+    if found is None:
+        return ["-", "-"]
+    tensor, value = found
+    budget = seen.budgets.get(tensor)
+    share = "-" if not budget else units.percent(value / budget)
+    return [units.error(value), Bad(share) if budget and not value <= budget else share]

@@ -16,21 +16,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ...plan import BACKENDS, plan
+from ...problem import Problem
 from ...target import Target
-from .. import report
+from .. import report, units
 from ..candidates.names import OURS, SDPA
-from ..measure import accuracy, environment
+from ..measure import accuracy
 from ..measure.compare import REFUSED, VERIFIED, WRONG, Outcome, first_limit
 from ..measure.pool import Failure, Pool
+from ..report import Bad, Candidate, Code, Fold, Phrase, Report, Section, Share, Shares, Table, Words
 
 if TYPE_CHECKING:
-    from ...problem import Problem
     from ..measure.accuracy import Errors, Sample, Tensors
     from ..measure.compare import Settings, Tick
+    from ..report import Inline
 
 KIND = "tilewise check"
-FLOAT64 = "float64"  # the worker that computes the truth, and its name in what is printed
+FLOAT64 = "float64"  # the worker that computes the truth
 TENSORS = ("out", "lse", "dq", "dk", "dv")
+_PLACE = ("tensor", ">batch", ">head", ">row", ">column")
 _TRUTH_TIMES = 10  # times the time limit
 
 
@@ -46,9 +49,11 @@ class Place(NamedTuple):
         names = ("batch", "head", "key" if self.tensor in ("dk", "dv") else "row", "column")
         return dict(zip(names, self.at, strict=False)) | {"values": self.values, "difference": self.difference}
 
-    def text(self, left: str, right: str) -> str:
-        at = ", ".join(map(str, self.at))
-        return f"{self.tensor}[{at}]: {left} {self.values[0]:.9g}, {right} {self.values[1]:.9g}"
+    @classmethod
+    def from_dict(cls, tensor: str, values: dict[str, Any]) -> Place:
+        at = tuple(values[name] for name in ("batch", "head", "row", "key", "column") if name in values)
+        first, second = map(float, values["values"])  # JSON has no inf and nan: they are kept as text
+        return cls(tensor, at, (first, second), float(values["difference"]))
 
 
 Places = dict[str, Place]  # by tensor
@@ -127,9 +132,44 @@ class Check:
             "refused": self.left_out,
         }
 
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Check:
+        """What `to_dict` made."""
+        rows = {one["candidate"]: one for one in values["candidates"]}
+        return cls(
+            Problem.from_dict(values["problem"]),
+            values["device"],
+            [Outcome(name, one["verdict"], one["because"], _floats(one["errors"])) for name, one in rows.items()],
+            values["refused"],
+            values["compared"],
+            values["untold"],
+            _floats(values["budgets"]),
+            {name: _places_of(one["largest_errors"]) for name, one in rows.items()},
+            {name: one["changed"] for name, one in rows.items() if one["changed"] is not None},
+            [
+                Pair(
+                    one["candidates"][0],
+                    one["candidates"][1],
+                    _floats(one["differences"]),
+                    _places_of(one["largest_differences"]),
+                )
+                for one in values["pairs"]
+            ],
+            values["complete"],
+        )
+
 
 def _as_dict(places: Places) -> dict[str, Any]:
     return {name: place.to_dict() for name, place in places.items()}
+
+
+def _places_of(values: dict[str, Any]) -> Places:
+    return {tensor: Place.from_dict(tensor, place) for tensor, place in values.items()}
+
+
+def _floats(errors: dict[str, dict[str, Any]]) -> Errors:
+    """JSON has no inf and nan: they are kept as text."""
+    return {tensor: {kind: float(value) for kind, value in kinds.items()} for tensor, kinds in errors.items()}
 
 
 def run(
@@ -245,67 +285,89 @@ def _position(name: str, index: int, shape: tuple[int, ...], problem: Problem, s
     return where if name == "lse" else (*where, column)
 
 
-def show(found: Check, *, verbose: bool = False, quiet: bool = False) -> None:
-    """The verdict, the tables, and with -v why the others did not take the problem."""
-    print(found.sentence())
-    if not found.complete:
-        print("interrupted: only what was found until then is here")
-    if quiet:
-        return
-    print(f"attention: {found.problem}")
-    print(f"device:    {environment.device_line(found.device)}, torch {environment.versions()['torch']}")
-    print(f"compared:  {found.compared}; errors as shares, norm-wise")
-    for outcome in found.outcomes:
-        for line in outcome.because:
-            print(f"{outcome.candidate} {outcome.verdict}: {line}")
-    report.print_table(*table(found))
-    if found.pairs:
-        print("against each other:")
-        report.print_table(*pair_table(found))
-    if found.left_out and not verbose:
-        print(f"did not take it, for reasons that -v tells: {', '.join(found.left_out)}")
-    for name, reasons in found.left_out.items() if verbose else ():
-        print(f"{name} refuses: {'; '.join(reasons)}")
+def report_of(found: Check, provenance: dict[str, Any]) -> Report:
+    """Errors against their budgets, where the largest are, and how far the candidates are from each other."""
+    asked = [outcome for outcome in found.outcomes if outcome.verdict != REFUSED]
+    wrong = [outcome for outcome in asked if outcome.failed]
+    changed = [outcome.candidate for outcome in asked if found.changed.get(outcome.candidate)]
+    facts = [
+        f"compared with float64: {found.compared}" if found.compared else "",
+        f"other bits the second time: {', '.join(changed)}" if changed else "",
+        *report.machine_of(provenance, found.device),
+    ]
+    refused = {outcome.candidate: outcome.because for outcome in found.outcomes if outcome.verdict == REFUSED}
+    return Report(
+        "check",
+        str(found.problem),
+        _claim(found, asked, wrong),
+        found.sentence(),
+        [fact for fact in facts if fact],
+        lead=found.untold,
+        warnings=[] if found.complete else ["Interrupted: only what was found until then is here."],
+        failures=[f"{one.candidate}: {'; '.join([one.verdict, *one.because])}" for one in wrong],
+        sections=[*_errors(found, asked), *_pairs(found), *report.refusals(found.left_out, refused)],
+    )
 
 
-def table(found: Check) -> tuple[list[str], list[list[str]]]:
-    """A line a candidate, and one for the budgets."""
-    names = [name for name in TENSORS if any(name in outcome.errors for outcome in found.outcomes)]
-    columns = ["candidate", "verdict", *(f">{name}" for name in names), "twice", "largest error"]
+def _claim(found: Check, asked: list[Outcome], wrong: list[Outcome]) -> str:
+    right = sum(outcome.verdict == VERIFIED for outcome in asked)
+    if wrong:
+        return Bad(f"{len(wrong)} of {len(asked)} not right")
+    if found.untold:
+        return "Not judged: float64 has no answer"
+    return f"{'All ' if right > 1 else ''}{right} within budget" if right else "Nothing was checked"
+
+
+def _errors(found: Check, asked: list[Outcome]) -> list[Section]:
+    if not asked:
+        return []
+    groups = []
+    for tensor in (tensor for tensor in TENSORS if found.budgets.get(tensor, {}).get("norm")):
+        budget = found.budgets[tensor]["norm"]
+        known = [(one.candidate, error) for one in asked if (error := one.error(tensor)) is not None]
+        shares = [Share(name, error / budget, units.error(error)) for name, error in known]
+        groups += [(tensor, units.error(budget), shares)] if shares else []
+    columns = ["candidate", "verdict", "second run", *_PLACE, ">has", ">float64"]
     rows = [
         [
-            outcome.candidate,
-            outcome.verdict,
-            *(report.error(outcome.error(name)) for name in names),
-            _twice(found.changed.get(outcome.candidate)),
-            _largest(found.places.get(outcome.candidate, {}), outcome.candidate, FLOAT64),
+            Candidate(one.candidate),
+            Bad(one.verdict) if one.failed else one.verdict,
+            _twice(found.changed.get(one.candidate)),
+            *_worst(found.places.get(one.candidate, {})),
         ]
-        for outcome in found.outcomes
-        if outcome.verdict != REFUSED
+        for one in asked
     ]
-    allowed = [report.error(found.budgets[name]["norm"]) if name in found.budgets else "-" for name in names]
-    return columns, [*rows, ["budget", "", *allowed, "", ""]]
+    caption = "Relative error, norm-wise, as a share of the budget"
+    about = "Where each is furthest from float64: a wrong tile, a wrong last row and a wrong head look alike in a norm."
+    return [
+        Section("Errors against their budgets", [Shares(groups, caption, "budget")] if groups else []),
+        Section("Largest errors", [Table(columns, rows, "Largest errors"), Words(about, is_note=True)]),
+    ]
 
 
-def pair_table(found: Check) -> tuple[list[str], list[list[str]]]:
+def _pairs(found: Check) -> list[Section]:
+    if not found.pairs:
+        return []
     names = [name for name in TENSORS if any(name in pair.differences for pair in found.pairs)]
-    columns = ["pair", *(f">{name}" for name in names), "largest difference"]
-    return columns, [
-        [
-            f"{pair.left} - {pair.right}",
-            *(report.error(pair.differences[name]["norm"]) if name in pair.differences else "-" for name in names),
-            _largest(pair.places, pair.left, pair.right),
-        ]
-        for pair in found.pairs
-    ]
+    rows: list[list[Inline]] = []
+    for pair in found.pairs:
+        each = [pair.differences.get(name) for name in names]
+        who = Phrase((Code(pair.left), " and ", Code(pair.right)))
+        rows.append([who, *(units.error(one["norm"]) if one else "-" for one in each), *_worst(pair.places)])
+    table = Table(["pair", *(f">{name}" for name in names), *_PLACE, ">first", ">second"], rows, "Pairs")
+    return [Section("Against each other", [Fold(units.counted(len(rows), "pair"), [table], is_open=len(rows) < 12)])]
 
 
 def _twice(changed: list[str] | None) -> str:
     if changed is None:
         return "-"
-    return f"other bits: {', '.join(changed)}" if changed else "same bits"
+    return Bad(f"other bits: {', '.join(changed)}") if changed else "same bits"
 
 
-def _largest(found: Places, left: str, right: str) -> str:
-    worst = max(found.values(), key=lambda place: place.difference, default=None)
-    return "-" if worst is None else worst.text(left, right)
+def _worst(places: Places) -> list[str]:
+    """The tensor and place of the largest difference, and both values."""
+    worst = max(places.values(), key=lambda place: place.difference, default=None)
+    if worst is None:
+        return ["-"] * (len(_PLACE) + 2)
+    at = [*map(str, worst.at), "-"][: len(_PLACE) - 1]
+    return [worst.tensor, *at, *(f"{value:.9g}" for value in worst.values)]

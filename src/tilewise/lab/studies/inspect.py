@@ -16,7 +16,7 @@ from ..candidates import flags
 from ..candidates.names import OURS, SDPA, TORCH_DEFAULT
 from ..candidates.rivals import COMPILE, RIVALS
 from ..measure import environment, ncu, words
-from ..measure.compare import REFUSED, Comparison, Outcome, Row, compare, fastest, median, steps, summary
+from ..measure.compare import REFUSED, TIMES, Comparison, Outcome, Row, compare, fastest, median, steps, summary
 from ..measure.pool import Failure, Pool
 from ..measure.statistics import FASTER, TOO_FEW
 from ..model import kernels, roofline
@@ -180,7 +180,17 @@ def _beside(comparison: Comparison, ours: Outcome, default: Outcome, backend: st
 
 
 def _time(outcome: Outcome) -> str:
-    return units.duration(median(outcome.samples))
+    parts = parts_of({what: getattr(outcome, what) for what in TIMES})
+    return units.duration(sum(part["median"] for part in parts.values()))
+
+
+def parts_of(rounds: dict[str, list[list[float]]]) -> dict[str, dict[str, float]]:
+    """The median and the spread of each direction that was timed: what every report shows, so that the directions of a
+    candidate add up to what it takes. Of several, a round counts by its median, as in the statistic."""
+    timed = {what: samples for what, samples in rounds.items() if samples}
+    if len(timed) > 1:
+        timed = {what: [[median(one)] for one in samples] for what, samples in timed.items()}
+    return {what: found for what, samples in timed.items() if (found := summary(samples))}
 
 
 def _ceilings(found: Inspection, what: str) -> dict[str, Any]:

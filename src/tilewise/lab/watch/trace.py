@@ -32,7 +32,7 @@ from ...errors import InvalidInput, TilewiseError, UnsupportedProblem
 from ...isolation import offsets_of
 from ...masks import Packed, parse
 from ...plan import plan
-from ...problem import describe
+from ...problem import Problem, describe
 from ...target import Target
 from ...torch_kernels.gates import CUDNN, EFFICIENT, FLASH, MATH
 from ..candidates import override
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
     from ...hook import Arguments
     from ...plan import Verdict
-    from ...problem import Problem
 
 Tensor = torch.Tensor
 _FRAMES_KEPT = 4
@@ -86,6 +85,18 @@ class Site:
         """PyTorch computes it unfused, and the caller did not ask for that."""
         return self.backend == MATH and not self.forced
 
+    @property
+    def place(self) -> str:
+        return self.stack[0] if self.stack else "an unknown place"
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Site:
+        """What `to_dict` made; records of earlier releases lack what was not known then."""
+        known = {name: values[name] for name in cls.__slots__ if name in values}
+        problem = Problem.from_dict(values["problem"]) if values["problem"] else None
+        lines = {name: tuple(values[name]) for name in ("stack", "reasons")}
+        return cls(**known | lines | {"problem": problem})
+
     def to_dict(self) -> dict[str, Any]:
         values: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
         described = None if self.problem is None else self.problem.to_dict()
@@ -114,9 +125,10 @@ class Trace:
             return list(self.sites)
 
     def __str__(self) -> str:
-        from .trace_text import lines  # noqa: PLC0415  (what measures and draws is loaded when it is wanted)
+        from .. import report  # noqa: PLC0415  (what measures and draws is loaded when it is wanted)
+        from .trace_report import report_of  # noqa: PLC0415
 
-        return "\n".join(lines(self.to_dict()))
+        return "\n".join(report.lines(report_of(self.to_dict())))
 
     def _observe(self, arguments: Arguments, run: Callable[[], Tensor]) -> Tensor:
         site = self._site(arguments)
