@@ -71,7 +71,7 @@ def test_a_mutant_is_killed_and_one_survives(toy, capsys):
     root, group = toy
     line = "    return a if a < b else b"
     other, same, listed = (Mutant("toy.py", 2, line, line.replace("<", sign)) for sign in (">", "<=", ">="))
-    outcomes = TOOL["judge"](root, group, [other, same, listed], {listed.text}, 1)
+    outcomes = TOOL["judge"](root, group, [other, same, listed], {listed.text}, 1, TOOL["Verdicts"](None, root))
     assert {outcome.mutant: (outcome.verdict, outcome.by) for outcome in outcomes} == {
         other: ("killed", "tests/test_toy.py::test_it"),
         same: ("survived", ""),
@@ -80,9 +80,26 @@ def test_a_mutant_is_killed_and_one_survives(toy, capsys):
     assert capsys.readouterr().out.count("toy.py:2: ") == 2
 
 
+def test_a_drawing_goes_on_where_it_ended(toy, tmp_path, capsys):
+    root, group = toy
+    line = "    return a if a < b else b"
+    killed, survivor = (Mutant("toy.py", 2, line, line.replace("<", sign)) for sign in (">", "<="))
+
+    def verdicts():
+        saved = TOOL["Verdicts"](tmp_path / "saved", root)
+        outcomes = TOOL["judge"](root, group, [killed, survivor], set(), 1, saved)
+        return [outcome.verdict for outcome in outcomes], capsys.readouterr().out.count("toy.py:2: ")
+
+    assert verdicts() == (["killed", "survived"], 2)
+    assert verdicts() == (["killed", "survived"], 0)
+    with (root / "tests/test_toy.py").open("a") as file:
+        file.write("def test_ties(): assert type(least(1.0, 1)) is int\n")
+    assert verdicts() == (["killed", "killed"], 1), "a survivor meets changed tests"
+
+
 def test_no_verdict_where_the_tests_fail_anyway(toy):
     root, group = toy
     (root / "tests/test_toy.py").write_text("def test_it(): assert False\n")
     mutant = Mutant("toy.py", 1, "def least(a, b):", "def least(b, a):")
     with pytest.raises(SystemExit, match="fail without a mutant"):
-        TOOL["judge"](root, group, [mutant], set(), 1)
+        TOOL["judge"](root, group, [mutant], set(), 1, TOOL["Verdicts"](None, root))

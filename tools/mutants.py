@@ -3,10 +3,12 @@
     make mutants SEED=1 COUNT=150                   # draws, runs, and fails if more than 5% survive
     python tools/mutants.py --seed 1 --list         # what would be drawn
     python tools/mutants.py --only masks.py         # of the files whose path holds the text
+    python tools/mutants.py --seed 1 --save FILE    # in pieces: goes on from the verdicts in the file
 
 Every mutant changes one line. It runs in a copy of the checkout against the tests of its group as `make test` runs
-them, and if it survives, against more files and the kernel gates. tests/mutants.json lists the mutants that change no
-result or only the speed, each with the reason, by file and text, so that lines may move.
+them, and if it survives, against their kernel gates and more files. tests/mutants.json lists the mutants that change no
+result or only the speed, each with the reason, by file and text, so that lines may move. Those that do not compile
+count neither as killed nor as survivors.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import ast
 import collections
+import hashlib
 import itertools
 import json
 import os
@@ -36,7 +39,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 EQUIVALENT = ROOT / "tests" / "mutants.json"
 MOST_SURVIVORS = 0.05  # of those that are not listed as equivalent
-MARKERS = ("not gpu and not kernel_gate and not nightly", "not gpu and not nightly")  # of the first and the wider run
+PLAIN, GATES = "not gpu and not kernel_gate and not nightly", "kernel_gate and not gpu and not nightly"
+NO_TESTS = 5  # pytest's exit status where the markers leave none
 
 
 class Group(NamedTuple):
@@ -45,6 +49,14 @@ class Group(NamedTuple):
     tests: tuple[str, ...]  # below tests
     wider: tuple[str, ...]  # what a survivor meets besides
     share: int  # of 100 mutants
+
+    @property
+    def stages(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        """Tests and markers, which a mutant meets one after another until it dies."""
+        for tests in (self.tests, self.wider):
+            for markers in (PLAIN, GATES):
+                if tests:
+                    yield tests, markers
 
 
 def _tests(names: str) -> tuple[str, ...]:
@@ -279,7 +291,7 @@ class Tree(NamedTuple):
         (self.folder / "cache").mkdir()
         started = time.monotonic()
         status, printed = self.run(tests, markers, None)
-        if status:
+        if status not in (0, NO_TESTS):
             raise SystemExit(f"The tests fail without a mutant; no verdict would mean anything.\n{printed[-4000:]}")
         shutil.rmtree(self.folder / "kept", ignore_errors=True)
         shutil.copytree(self.folder / "cache", self.folder / "kept")
@@ -297,7 +309,7 @@ class Tree(NamedTuple):
             path.write_text(source)
         if status is None:
             return Outcome(mutant, "timed out", f"after {limit:.0f} s")
-        if status == 0:
+        if status in (0, NO_TESTS):
             return Outcome(mutant, "survived")
         if mutant.file.endswith(".cuh") and re.search(r"CompileError|CalledProcessError: Command .*g\+\+", printed):
             return Outcome(mutant, "does not compile")
@@ -305,10 +317,41 @@ class Tree(NamedTuple):
         return Outcome(mutant, "killed", failed[1] if failed else f"pytest's exit status {status}")
 
 
-def judge(root: Path, group: Group, drawn: list[Mutant], listed: set[tuple[str, ...]], workers: int) -> list[Outcome]:
+class Verdicts:
+    """Of earlier runs, by the line of the mutant. A survivor is judged again after a change of the tests."""
+
+    def __init__(self, path: Path | None, root: Path) -> None:
+        self.path, self.root = path, root
+        self.tests = self._digest()
+        lines = path.read_text().splitlines() if path is not None and path.exists() else []
+        self.known = {
+            Mutant(*row["mutant"]): Outcome(Mutant(*row["mutant"]), row["verdict"], row["by"])
+            for row in map(json.loads, lines)
+            if row["verdict"] != "survived" or row["tests"] == self.tests
+        }
+
+    def _digest(self) -> str:
+        digest = hashlib.sha256()
+        for path in sorted((self.root / "tests").rglob("*.[pch]*")):
+            if path.suffix in (".py", ".h", ".cpp", ".cuh"):
+                digest.update(path.read_bytes())
+        return digest.hexdigest()
+
+    def add(self, outcome: Outcome) -> None:
+        self.known[outcome.mutant] = outcome
+        if self.path is not None:
+            row = {"mutant": outcome.mutant, "verdict": outcome.verdict, "by": outcome.by, "tests": self.tests}
+            with self.path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def judge(
+    root: Path, group: Group, drawn: list[Mutant], listed: set[tuple[str, ...]], workers: int, verdicts: Verdicts
+) -> list[Outcome]:
     """Prints the mutants that died as soon as they did, and then those that survived."""
-    listed_too = [Outcome(mutant, "equivalent") for mutant in drawn if mutant.text in listed]
-    left = [mutant for mutant in drawn if mutant.text not in listed]
+    equivalent = [Outcome(mutant, "equivalent") for mutant in drawn if mutant.text in listed]
+    drawn = [mutant for mutant in drawn if mutant.text not in listed]
+    left = [mutant for mutant in drawn if mutant not in verdicts.known]
     with tempfile.TemporaryDirectory(prefix="tilewise-mutants-") as scratch, ThreadPoolExecutor(workers) as pool:
         trees = [Tree(Path(scratch) / str(worker), []) for worker in range(min(workers, len(left)))]
         free: Queue[Tree] = Queue()
@@ -317,7 +360,7 @@ def judge(root: Path, group: Group, drawn: list[Mutant], listed: set[tuple[str, 
             shutil.copytree(root, tree.folder / "checkout", ignore=ignored)
             free.put(tree)
 
-        def attempt(mutants: list[Mutant], tests: tuple[str, ...], markers: str) -> list[Outcome]:
+        def survivors_of(mutants: list[Mutant], tests: tuple[str, ...], markers: str) -> list[Mutant]:
             # All trees at once, as the mutants run: the limit follows from the time.
             seconds = max(pool.map(lambda tree: tree.prepare(tests, markers), trees))
 
@@ -328,25 +371,23 @@ def judge(root: Path, group: Group, drawn: list[Mutant], listed: set[tuple[str, 
                 finally:
                     free.put(tree)
                 if outcome.verdict != "survived":
+                    verdicts.add(outcome)
                     print(outcome, flush=True)
                 return outcome
 
-            return list(pool.map(run, mutants))
+            return [outcome.mutant for outcome in pool.map(run, mutants) if outcome.verdict == "survived"]
 
         try:
-            judged = attempt(left, group.tests, MARKERS[0]) if left else []
-            survivors = [outcome.mutant for outcome in judged if outcome.verdict == "survived"]
-            if survivors and group.wider:
-                judged = [outcome for outcome in judged if outcome.mutant not in survivors]
-                judged += attempt(survivors, group.tests + group.wider, MARKERS[1])
+            for tests, markers in group.stages:
+                left = left and survivors_of(left, tests, markers)
         except BaseException:
             for tree in trees:
                 tree.stop()
             raise
-    for outcome in judged:
-        if outcome.verdict == "survived":
-            print(outcome, flush=True)
-    return listed_too + judged
+    for mutant in left:
+        verdicts.add(Outcome(mutant, "survived"))
+        print(verdicts.known[mutant], flush=True)
+    return equivalent + [verdicts.known[mutant] for mutant in drawn]
 
 
 def main() -> int:
@@ -355,6 +396,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=150)
     parser.add_argument("--only", default="", metavar="TEXT", help="draw from files whose path holds the text")
     parser.add_argument("--workers", type=int, default=2, help="mutants that run side by side")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="keep verdicts, and judge only what has none there")
     parser.add_argument("--list", action="store_true", help="print what would be drawn")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the tests end, too
@@ -363,13 +405,15 @@ def main() -> int:
         print("\n".join(f"{group.name}: {mutant}" for group, mutants in drawn.items() for mutant in mutants))
         return 0
     listed = {(row["file"], row["before"], row["after"]) for row in json.loads(EQUIVALENT.read_text())}
+    verdicts = Verdicts(given.save, ROOT)
     total: collections.Counter[str] = collections.Counter()
     summary = []
     for group, mutants in drawn.items():
-        counts = collections.Counter(outcome.verdict for outcome in judge(ROOT, group, mutants, listed, given.workers))
+        outcomes = judge(ROOT, group, mutants, listed, given.workers, verdicts)
+        counts = collections.Counter(outcome.verdict for outcome in outcomes)
         total.update(counts)
         summary.append(f"{group.name}: {', '.join(f'{n} {verdict}' for verdict, n in sorted(counts.items()))}")
-    matter = total.total() - total["equivalent"]
+    matter = total.total() - total["equivalent"] - total["does not compile"]
     print("\n".join(summary))
     print(f"{total['survived']} of {matter} survived; at most {MOST_SURVIVORS:.0%} may.")
     return int(not matter or total["survived"] > MOST_SURVIVORS * matter)
