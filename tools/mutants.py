@@ -70,7 +70,7 @@ GROUPS = (
           (*_tests("terms op api backends integrations/integrations_kvcache"), *_MAP, *_HOSTILE), 30),
     Group("terms", ("terms/*.py",), (*_tests("terms terms_relative_bias"), *_TERMS),
           (*_tests("operands packed"), *_HOSTILE), 10),
-    Group("plain", ("plain/tiled.py", "torch_kernels/gates.py"), _tests("torch_kernels backends"),
+    Group("plain", ("plain/tiled.py", "torch_kernels/gates.py"), _tests("torch_kernels plan backends"),
           (*_tests("op packed"), *_TERMS, *_HOSTILE), 10),
     Group("integrations", ("integrations/transformers.py", "integrations/flash_attn.py"),
           _tests(" ".join(_INTEGRATIONS + name for name in ("flash_attn", "transformers", "kvcache"))),
@@ -85,7 +85,7 @@ GROUPS = (
 )  # fmt: skip
 # Where the name of a test does not hold that of the module.
 NEAREST = {
-    "isolation.py": _tests("packed hostile/nonfinite"),
+    "isolation.py": _tests("hostile/nonfinite"),
     "cached.py": _tests("cached integrations/integrations_kvcache"),
     "plain/tiled.py": _tests("backends"),
     "torch_kernels/gates.py": _tests("torch_kernels"),
@@ -104,9 +104,11 @@ def stages(group: Group, file: str) -> Iterator[tuple[tuple[str, ...], str]]:
     known = dict.fromkeys(group.tests + group.wider)
     nearest = NEAREST.get(file) or tuple(test for test in known if Path(file).stem in test)
     rest, wider = (tuple(test for test in tests if test not in nearest) for tests in (group.tests, group.wider))
+    if nearest:
+        yield nearest, BOTH
     # Gates run kernels on a model, which takes long and says little about Python.
     for markers in (BOTH,) if file.endswith(".cuh") else (PLAIN, GATES):
-        yield from ((tests, markers) for tests in (nearest, rest, wider) if tests)
+        yield from ((tests, markers) for tests in (rest, wider) if tests)
     if nearest:
         yield nearest, NIGHTLY
 
@@ -337,6 +339,8 @@ class Tree(NamedTuple):
             path.write_text(source)
         if found.passed:
             return Outcome(mutant, "survived")
+        if status == -signal.SIGKILL:  # by `stop`, or for want of memory
+            raise SystemExit(f"The tests of {mutant} were killed; no verdict.")
         if status is None:
             return Outcome(mutant, "timed out", f"{PATIENCE:.0f} s without the end of a test")
         if mutant.file.endswith(".cuh") and re.search(r"CompileError|CalledProcessError: Command .*g\+\+", printed):
