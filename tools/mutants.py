@@ -62,13 +62,14 @@ _TERMS = _tests("terms_alibi terms_bias terms_dropout terms_keep terms_max_logit
 _MAP = _tests("tile_map extents masks_of_tensors")
 _SM80 = _tests("engine/backend_sm80 engine/backend_sm80_backward engine/decode")
 _SM90 = _tests("engine/backend_sm90_backward engine/backend_sm90_forward")
-_HOSTILE = _tests("hostile/arguments hostile/shapes hostile/autograd hostile/nonfinite hostile/generated")
+_HOSTILE = _tests("hostile/arguments hostile/shapes hostile/autograd hostile/nonfinite hostile/generated_forms "
+                  "hostile/generated")  # fmt: skip
 _INTEGRATIONS = "integrations/integrations_"
 GROUPS = (
     Group("values", ("masks.py", "problem.py", "plan.py", "isolation.py", "cached.py", "scores.py"),
           _tests("masks problem plan scores cached packed"),
           (*_tests("terms op api backends integrations/integrations_kvcache"), *_MAP, *_HOSTILE), 30),
-    Group("terms", ("terms/*.py",), (*_tests("terms terms_relative_bias"), *_TERMS),
+    Group("terms", ("terms/*.py",), (*_tests("hostile/generated_terms terms terms_relative_bias"), *_TERMS),
           (*_tests("operands packed"), *_HOSTILE), 10),
     Group("plain", ("plain/tiled.py", "torch_kernels/gates.py"), _tests("torch_kernels plan backends"),
           (*_tests("op packed"), *_TERMS, *_HOSTILE), 10),
