@@ -82,7 +82,7 @@ GROUPS = (
     Group("headers", ("kernels/common/*.cuh", "kernels/common/terms/*.cuh"),
           (*_TERMS, *_MAP, *_tests("terms_relative_bias dropout packed")), (*_SM80, *_SM90), 18),
     Group("hopper", ("kernels/sm90/consumer.cuh", "kernels/sm90/backward_products.cuh"),
-          _SM90, (*_tests("engine/backend_sm90"), *_TERMS, *_MAP), 9),
+          _SM90, (*_tests("engine/backend_sm90 terms_relative_bias"), *_TERMS, *_MAP), 9),
 )  # fmt: skip
 # Where the name of a test does not hold that of the module.
 NEAREST = {
