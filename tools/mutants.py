@@ -77,7 +77,7 @@ GROUPS = (
           _tests(" ".join(_INTEGRATIONS + name for name in ("flash_attn", "transformers", "kvcache"))),
           (*_tests(" ".join(_INTEGRATIONS + name for name in ("flash_attn_suite", "models"))), *_HOSTILE), 10),
     Group("engine", ("engine/tile_map.py", "engine/rules.py", "jit/cache.py"),
-          _tests("tile_map hostile/cache jit/jit backends"),
+          _tests("tile_map hostile/cache jit/jit backends packed"),
           (*_MAP, *_SM80, *_SM90, *_tests("terms_alibi terms_spans")), 13),
     Group("headers", ("kernels/common/*.cuh", "kernels/common/terms/*.cuh"),
           (*_TERMS, *_MAP, *_tests("terms_relative_bias dropout packed")), (*_SM80, *_SM90), 18),

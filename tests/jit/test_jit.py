@@ -502,8 +502,9 @@ def test_the_folders_are_private(cache_dir: Path) -> None:
 def test_clear_removes_entries_and_leaves_strangers_alone(cache_dir: Path) -> None:
     build(copy_unit("one"))
     build(copy_unit("two"))
-    with pytest.raises(CompileError):
+    with pytest.raises(CompileError) as caught:
         build(Unit("copy", "nonsense;", ARCH))
+    assert kept_folder(caught.value).parent == cache_dir / "failed"
     (cache_dir / "notes.txt").write_text("mine")
     assert cache.clear() == 2
     assert (cache.entries(), cache.size()) == ([], 0)
