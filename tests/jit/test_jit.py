@@ -513,6 +513,28 @@ def test_clear_removes_entries_and_leaves_strangers_alone(cache_dir: Path) -> No
     assert not build(copy_unit("one")).from_cache
 
 
+def test_a_folder_that_another_process_slips_in_stays(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = cache.keep_failed("copy", "key", {"build.log": b"of another"})
+    assert first is not None
+    with monkeypatch.context() as patch:
+        patch.setattr("os.path.lexists", lambda path: False)  # it comes after the look
+        assert cache.keep_failed("copy", "key", {"build.log": b"ours"}) == first
+    assert (first / "build.log").read_bytes() == b"of another"
+
+
+def test_a_folder_that_cannot_be_put_in_place_is_not_named(
+    cache_dir: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    with monkeypatch.context() as patch:
+        patch.setattr("tempfile.tempdir", str(elsewhere))
+        patch.setattr(Path, "rename", lambda self, target: os.stat(self / "none"))
+        place = cache.keep_failed("copy", "key", {"build.log": b"ours"})
+    assert place is not None
+    assert (place / "build.log").read_bytes() == b"ours"
+    assert place.parent == elsewhere
+
+
 def truncate(entry: Path) -> None:
     data = (entry / "kernel.cubin").read_bytes()
     (entry / "kernel.cubin").write_bytes(data[: len(data) // 2])
