@@ -71,6 +71,18 @@ def test_one_compiled_graph_holds_it():
     assert_as_expected(case, made, *compiled(made.q, made.told["lengths"]))
 
 
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize(
+    "case", [Case((70, 33), dtype=torch.float64), Case((50, 60), tokens=(4, 1), dtype=BF16)], ids=str
+)
+def test_the_operator_promises_what_it_returns(case, return_lse):
+    made = make(case)
+    given = ("lengths", "page_table", "starts", "rows", "cu_seqlens_q", "alibi", "keep", "sink")
+    tensors = (made.q, made.k, made.v, *(made.told.get(name) for name in given))
+    told = (made.told.get("max_seqlen_q", 0), "causal:bottom-right", None, 0.0, return_lse, False, "auto")
+    torch.library.opcheck(torch.ops.tilewise.attention_cached.default, (*tensors, *told), test_utils="test_faketensor")
+
+
 @pytest.mark.parametrize(
     ("change", "names"),
     [

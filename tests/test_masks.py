@@ -73,12 +73,24 @@ def test_text_form_reads_back(case):
     assert hash(parse(str(mask))) == hash(mask)
 
 
-def test_dense_is_unknown_everywhere():
-    mask = Dense((1, 2, 8, 8), additive=True)
+@given(masks_with_lengths())
+def test_the_hull_shows_all_that_the_mask_shows(case):
+    mask, seq_q, seq_kv = case
+    assert not (picture(mask, seq_q, seq_kv) & ~picture(mask.hull(), seq_q, seq_kv)).any()
+
+
+@pytest.mark.parametrize("mask", [Dense((1, 2, 8, 8), additive=True), Packed(2), Cached(2)], ids=str)
+def test_masks_of_tensors_are_unknown_everywhere(mask):
     assert mask.tile(range(4), range(4), 8, 8) is Tile.PARTIAL
     assert mask.tile(range(0), range(4), 8, 8) is Tile.EMPTY
-    assert mask.pairs(8, 8) == 64
+    assert mask.tile(range(4), range(0), 8, 8) is Tile.EMPTY
+    assert mask.pairs(8, 8) == 64 // (mask.sequences if isinstance(mask, Packed) else 1)
     assert parse(str(mask)) == mask
+
+
+def test_pairs_of_a_cache_follow_the_mask_unless_queries_are_packed():
+    assert Cached(2, inner=Causal()).pairs(4, 4) == 10
+    assert Cached(2, inner=Causal(), packed=True).pairs(3, 4) == 12
 
 
 def test_alignment_moves_the_diagonal():

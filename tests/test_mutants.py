@@ -47,6 +47,10 @@ def test_every_group_names_files_that_exist():
         for test in group.tests + group.wider:
             assert (ROOT / "tests" / test).is_file(), f"{group.name}: {test}"
     package = ROOT / "src" / "tilewise"
+    for file, tests in TOOL["NEAREST"].items():
+        assert (package / file).is_file(), file
+        for test in tests:
+            assert (ROOT / "tests" / test).is_file(), f"{file}: {test}"
     for row in json.loads(TOOL["EQUIVALENT"].read_text()):
         assert row["reason"]
         assert row["before"] in map(str.strip, (package / row["file"]).read_text().split("\n")), (
@@ -71,18 +75,44 @@ def test_a_mutant_is_killed_and_one_survives(toy, capsys):
     root, group = toy
     line = "    return a if a < b else b"
     other, same, listed = (Mutant("toy.py", 2, line, line.replace("<", sign)) for sign in (">", "<=", ">="))
-    outcomes = TOOL["judge"](root, group, [other, same, listed], {listed.text}, 1)
+    drawn = {group: [other, same, listed]}
+    outcomes = TOOL["judge"](root, drawn, {listed.text}, 1, TOOL["Verdicts"](None, root))[group]
     assert {outcome.mutant: (outcome.verdict, outcome.by) for outcome in outcomes} == {
-        other: ("killed", "tests/test_toy.py::test_it"),
+        other: ("killed", "test_toy.py::test_it"),
         same: ("survived", ""),
         listed: ("equivalent", ""),
     }
     assert capsys.readouterr().out.count("toy.py:2: ") == 2
 
 
+def test_a_drawing_goes_on_where_it_ended(toy, tmp_path, capsys):
+    root, group = toy
+    line = "    return a if a < b else b"
+    killed, survivor = (Mutant("toy.py", 2, line, line.replace("<", sign)) for sign in (">", "<="))
+
+    def verdicts():
+        saved = TOOL["Verdicts"](tmp_path / "saved", root)
+        outcomes = TOOL["judge"](root, {group: [killed, survivor]}, set(), 1, saved)[group]
+        return [outcome.verdict for outcome in outcomes], capsys.readouterr().out.count("toy.py:2: ")
+
+    assert verdicts() == (["killed", "survived"], 2)
+    assert verdicts() == (["killed", "survived"], 0)
+    with (root / "tests/test_toy.py").open("a") as file:
+        file.write("def test_ties(): assert type(least(1.0, 1)) is int\n")
+    assert verdicts() == (["killed", "killed"], 1), "a survivor meets changed tests"
+
+
 def test_no_verdict_where_the_tests_fail_anyway(toy):
     root, group = toy
     (root / "tests/test_toy.py").write_text("def test_it(): assert False\n")
     mutant = Mutant("toy.py", 1, "def least(a, b):", "def least(b, a):")
-    with pytest.raises(SystemExit, match="fail without a mutant"):
-        TOOL["judge"](root, group, [mutant], set(), 1)
+    with pytest.raises(SystemExit, match="fails without a mutant"):
+        TOOL["judge"](root, {group: [mutant]}, set(), 1, TOOL["Verdicts"](None, root))
+
+
+def test_a_mutant_meets_the_tests_of_its_module_first():
+    groups = {group.name: group for group in TOOL["GROUPS"]}
+    (first, markers), *others = TOOL["stages"](groups["headers"], "kernels/common/terms/relative_bias.cuh")
+    assert (first, markers) == (("test_terms_relative_bias.py",), TOOL["BOTH"])
+    met = [test for tests, marked in others if marked == markers for test in tests]
+    assert sorted((*first, *met)) == sorted({*groups["headers"].tests, *groups["headers"].wider})

@@ -113,7 +113,9 @@ def test_the_choice_is_willing_and_complete(target):
         assert [verdict.backend for verdict in chosen.verdicts].count(chosen.backend) == 1
         assert {verdict.backend for verdict in chosen.verdicts} == set(BACKENDS)
         assert chosen.because
-        assert chosen.to_dict()["backend"] == chosen.backend
+        told = chosen.to_dict()
+        assert told["backend"] == chosen.backend
+        assert told["config"] == (None if chosen.config is None else str(chosen.config))
 
 
 def test_rules_name_backends_and_reasons():

@@ -103,6 +103,15 @@ def test_a_bias_whose_tiles_are_loaded_ahead(
 
 
 @emulated
+def test_more_tiles_of_a_bias_than_there_are_slots(monkeypatch: Any) -> None:
+    """Most of them need no new maximum, and give their slots back as the others do."""
+    case = staged_case(BF16, 64, Full(), (1, 1), seq_q=96, seq_kv=680)
+    config = SM90.configs(case.problem, H200)[0]
+    assert 680 // config.block_kv > config.bias_slots / config.consumers + 2
+    check(monkeypatch, SM90, case, back=False)
+
+
+@emulated
 @both_ways
 @pytest.mark.parametrize("how", ["address", "strides"])
 def test_a_bias_that_no_tensor_map_describes(monkeypatch: Any, how: str, back: bool) -> None:

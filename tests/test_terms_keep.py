@@ -10,9 +10,9 @@ import torch
 import emulation
 from support import make_problem
 from term_cases import BF16, F32, H200, KERNELS, Case, Tensor, both_ways, case_of, check, emulated, everywhere, forward
-from tilewise import Full
-from tilewise.engine import SM80, SM90
-from tilewise.terms import Alibi, Keep, KeyLengths, Sink
+from tilewise import Dense, Full
+from tilewise.engine import SM80, SM90, rules
+from tilewise.terms import Alibi, Bias, Keep, KeyLengths, Sink
 from tilewise.terms.shared import is_paired
 
 
@@ -63,6 +63,15 @@ def keep_case(kind: str, dtype: Any, dim: int, mask: Any, **fields: Any) -> Case
     plain = case_of(dtype, dim, mask, (), lambda _: {}, **sizes).problem
     keep = keeping(kind, plain)
     return case_of(dtype, dim, mask, (Keep.of(keep, plain),), lambda _: {"keep": keep}, **sizes)
+
+
+@pytest.mark.parametrize("additive", [False, True], ids=["boolean", "added"])
+def test_a_mask_of_fewer_dimensions_is_broadcast_over_the_others(additive: bool) -> None:
+    for shape, over in (((96, 96), ("batch", "head")), ((2, 1, 96), ("batch", "row")), ((2, 1, 96, 96), ("head",))):
+        problem = make_problem((2, 2, 96, 64), BF16, mask=Dense(shape, additive=additive))
+        (term,) = rules.in_terms(problem).scores
+        assert isinstance(term, Bias if additive else Keep)
+        assert term.over == over
 
 
 def test_two_keys_are_read_at_once_where_no_row_ends_between_them() -> None:

@@ -172,10 +172,13 @@ def test_nonfinite_values_of_other_documents_stay_there(monkeypatch: Any, backen
     sizes = {"batch": 1, "seq_q": 128, "seq_kv": 128}
     case: Case = case_of(dtype, 64, Full(), (Spans(),), lambda problem: of_documents(problem, 4), **sizes)
     case.v[:, :, 40, 3] = torch.nan
+    case.v[:, :, 64, 5] = torch.inf  # the first of its document
     case.k[:, :, 100] = torch.nan
     emulation.install(monkeypatch)
     got, _ = forward(backend, case)
-    spoiled = torch.zeros_like(got, dtype=torch.bool)
+    spoiled, infinite = torch.zeros_like(got, dtype=torch.bool), torch.zeros_like(got, dtype=torch.bool)
     spoiled[:, :, 32:64, 3] = True
     spoiled[:, :, 96:] = True
+    infinite[:, :, 64:96, 5] = True
     assert torch.equal(got.isnan(), spoiled)
+    assert torch.equal(got.isinf(), infinite)

@@ -43,6 +43,8 @@ def listed(keep: torch.Tensor, problem: Any, block_q: int, block_kv: int, by_key
     seen = keep.expand(-1, -1, problem.seq_q, problem.seq_kv).flatten(0, 1)
     bits = made["keep_bits"]
     check_bits(bits, seen[:, : bits.shape[1]])
+    cells = made["keep_cells"][..., :1] >> torch.arange(32) & 1
+    assert not cells.flatten(2)[..., -(-problem.seq_kv // tile_map.CELL_KEYS) :].any(), "some key past the end is kept"
     if by_keys and keep.shape[2] > 1:
         check_bits(made["key_bits"], seen.transpose(1, 2))
     return [

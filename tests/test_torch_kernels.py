@@ -121,6 +121,8 @@ def test_a_refusal_names_value_limit_and_remedy(
         (FLASH, "h200", {"mask": Causal("bottom-right"), "seq_q": 3}),  # its own causal
         (FLASH, "h200", {"mask": Window(None, None)}),  # hides nothing
         (FLASH, "rtx-4090", {"head_dim": 256, "head_dim_v": 256, "needs_grad": True}),
+        (FLASH, "rtx-4090", {"head_dim": 200, "head_dim_v": 200}),  # which it does not train
+        (FLASH, "h200", {"head_dim": 200, "head_dim_v": 200, "needs_grad": True}),
         (FLASH, "cpu", {"mask": Window(3, 0), "heads_kv": 2, "dtype": FP64}),
         (EFFICIENT, "t4", {"dtype": FP32, "head_dim": 63, "head_dim_v": 63, "strides": Strides.UNALIGNED}),
         (EFFICIENT, "h200", {"dtype": FP32, "head_dim": 320, "head_dim_v": 64, "mask": DENSE}),
@@ -263,6 +265,8 @@ HAZARDS = [
     (CUDNN, on("h200", "2.14", 92600), TAIL, ""),
     (CUDNN, on("a100", "2.11"), TAIL, ""),
     (CUDNN, blackwell(), {"seq_q": 1}, "pytorch#193893"),
+    (CUDNN, blackwell(capability=(11, 0)), {"seq_q": 1}, "pytorch#193893"),
+    (CUDNN, blackwell(capability=(12, 0)), {"seq_q": 1}, ""),
     (CUDNN, blackwell(cudnn=92401), {"seq_q": 1}, ""),
     (CUDNN, blackwell(cudnn=92600), {"seq_q": 1}, ""),
     (CUDNN, blackwell(), {}, ""),

@@ -3,10 +3,12 @@
     make mutants SEED=1 COUNT=150                   # draws, runs, and fails if more than 5% survive
     python tools/mutants.py --seed 1 --list         # what would be drawn
     python tools/mutants.py --only masks.py         # of the files whose path holds the text
+    python tools/mutants.py --seed 1 --save FILE    # in pieces: goes on from the verdicts in the file
 
-Every mutant changes one line. It runs in a copy of the checkout against the tests of its group as `make test` runs
-them, and if it survives, against more files and the kernel gates. tests/mutants.json lists the mutants that change no
-result or only the speed, each with the reason, by file and text, so that lines may move.
+Every mutant changes one line. It runs in a copy of the checkout against the tests of its module, the other tests of its
+group, more files, and their kernel gates, until one of them fails. That test must pass without the mutant.
+tests/mutants.json lists the mutants that change no result or only the speed, each with the reason, by file and text, so
+that lines may move. Those that do not compile count neither as killed nor as survivors.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from __future__ import annotations
 import argparse
 import ast
 import collections
+import contextlib
+import hashlib
 import itertools
 import json
 import os
@@ -25,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from queue import Queue
 from typing import TYPE_CHECKING, NamedTuple
@@ -36,7 +40,10 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 EQUIVALENT = ROOT / "tests" / "mutants.json"
 MOST_SURVIVORS = 0.05  # of those that are not listed as equivalent
-MARKERS = ("not gpu and not kernel_gate and not nightly", "not gpu and not nightly")  # of the first and the wider run
+PLAIN, GATES = "not gpu and not kernel_gate and not nightly", "kernel_gate and not gpu and not nightly"
+BOTH, NIGHTLY = "not gpu and not nightly", "nightly and not gpu"
+NO_TESTS, NOT_FOUND = 5, 4  # pytest's exit status: the markers leave none; a mutant gave the test another name
+PATIENCE = 400.0  # seconds without a test that ends, after which a mutant counts as one that hangs
 
 
 class Group(NamedTuple):
@@ -55,27 +62,56 @@ _TERMS = _tests("terms_alibi terms_bias terms_dropout terms_keep terms_max_logit
 _MAP = _tests("tile_map extents masks_of_tensors")
 _SM80 = _tests("engine/backend_sm80 engine/backend_sm80_backward engine/decode")
 _SM90 = _tests("engine/backend_sm90_backward engine/backend_sm90_forward")
-_HOSTILE = _tests("hostile/arguments hostile/shapes hostile/autograd hostile/nonfinite hostile/generated")
+_HOSTILE = _tests("hostile/arguments hostile/shapes hostile/autograd hostile/nonfinite hostile/generated_forms "
+                  "hostile/generated")  # fmt: skip
 _INTEGRATIONS = "integrations/integrations_"
 GROUPS = (
     Group("values", ("masks.py", "problem.py", "plan.py", "isolation.py", "cached.py", "scores.py"),
           _tests("masks problem plan scores cached packed"),
-          (*_tests("terms op api backends"), *_MAP, *_HOSTILE), 30),
-    Group("terms", ("terms/*.py",), (*_tests("terms terms_relative_bias"), *_TERMS),
+          (*_tests("terms op api backends integrations/integrations_kvcache"), *_MAP, *_HOSTILE), 30),
+    Group("terms", ("terms/*.py",), (*_tests("hostile/generated_terms terms terms_relative_bias"), *_TERMS),
           (*_tests("operands packed"), *_HOSTILE), 10),
-    Group("plain", ("plain/tiled.py", "torch_kernels/gates.py"), _tests("torch_kernels backends"),
+    Group("plain", ("plain/tiled.py", "torch_kernels/gates.py"), _tests("torch_kernels plan backends"),
           (*_tests("op packed"), *_TERMS, *_HOSTILE), 10),
     Group("integrations", ("integrations/transformers.py", "integrations/flash_attn.py"),
           _tests(" ".join(_INTEGRATIONS + name for name in ("flash_attn", "transformers", "kvcache"))),
           (*_tests(" ".join(_INTEGRATIONS + name for name in ("flash_attn_suite", "models"))), *_HOSTILE), 10),
     Group("engine", ("engine/tile_map.py", "engine/rules.py", "jit/cache.py"),
-          _tests("tile_map hostile/cache jit/jit backends"),
+          _tests("tile_map hostile/cache jit/jit backends packed"),
           (*_MAP, *_SM80, *_SM90, *_tests("terms_alibi terms_spans")), 13),
     Group("headers", ("kernels/common/*.cuh", "kernels/common/terms/*.cuh"),
           (*_TERMS, *_MAP, *_tests("terms_relative_bias dropout packed")), (*_SM80, *_SM90), 18),
     Group("hopper", ("kernels/sm90/consumer.cuh", "kernels/sm90/backward_products.cuh"),
-          _SM90, (*_tests("engine/backend_sm90"), *_TERMS, *_MAP), 9),
+          _SM90, (*_tests("engine/backend_sm90 terms_relative_bias"), *_TERMS, *_MAP), 9),
 )  # fmt: skip
+# Where the name of a test does not hold that of the module.
+NEAREST = {
+    "isolation.py": _tests("hostile/nonfinite"),
+    "cached.py": _tests("cached integrations/integrations_kvcache"),
+    "plain/tiled.py": _tests("backends"),
+    "torch_kernels/gates.py": _tests("torch_kernels"),
+    "engine/rules.py": _tests("plan terms_bias terms_keep"),
+    "jit/cache.py": _tests("hostile/cache jit/jit"),
+    "kernels/common/scores.cuh": _tests("terms_call engine/backend_sm90_forward"),
+    "kernels/common/softmax.cuh": _tests("engine/backend_sm80 engine/backend_sm90_forward"),
+    "kernels/common/terms/kept_bits.cuh": _tests("masks_of_tensors terms_keep tile_map"),
+    "kernels/sm90/consumer.cuh": _tests("engine/backend_sm90_forward"),
+    "kernels/sm90/backward_products.cuh": _tests("engine/backend_sm90_backward"),
+}
+
+
+def stages(group: Group, file: str) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Tests and markers, which a mutant of this file meets one after another until it dies."""
+    known = dict.fromkeys(group.tests + group.wider)
+    nearest = NEAREST.get(file) or tuple(test for test in known if Path(file).stem in test)
+    rest, wider = (tuple(test for test in tests if test not in nearest) for tests in (group.tests, group.wider))
+    if nearest:
+        yield nearest, BOTH
+    # Gates run kernels on a model, which takes long and says little about Python.
+    for markers in (BOTH,) if file.endswith(".cuh") else (PLAIN, GATES):
+        yield from ((tests, markers) for tests in (rest, wider) if tests)
+    if nearest:
+        yield nearest, NIGHTLY
 
 
 class Mutant(NamedTuple):
@@ -234,11 +270,23 @@ def read(root: Path, groups: tuple[Group, ...], only: str = "") -> dict[Group, d
     }
 
 
+class Run(NamedTuple):
+    """Of pytest."""
+
+    status: int | None  # None: it hung
+    printed: str
+
+    @property
+    def passed(self) -> bool:
+        return self.status in (0, NO_TESTS)
+
+
 class Tree(NamedTuple):
-    """A copy of the checkout. The cache of kernels always has the same path, which the emulator's libraries hold."""
+    """A copy of the checkout."""
 
     folder: Path
-    running: list[subprocess.Popen[str]]  # at most one
+    cache: Path  # of all trees: what is in it is found by a digest of all that it was made from
+    running: list[subprocess.Popen[bytes]]  # at most one
 
     def stop(self) -> None:
         """Ends the tests and all that they started: they have a session of their own, which no interrupt reaches."""
@@ -246,107 +294,150 @@ class Tree(NamedTuple):
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
 
-    def run(self, tests: tuple[str, ...], markers: str, limit: float | None, *options: str) -> tuple[int | None, str]:
-        """The exit status of pytest, None after the limit, and what it printed."""
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(self.folder / "checkout" / "src"),
-            "PYTHONDONTWRITEBYTECODE": "1",  # compiled files know a source by its second and its size
-            "TILEWISE_CACHE_DIR": str(self.folder / "cache"),
-            "HYPOTHESIS_STORAGE_DIRECTORY": str(self.folder / "cache" / "hypothesis"),
-        }
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=short", "-rfE", "-p", "no:cacheprovider"]
-        command += ["--hypothesis-seed=0", "-m", markers, *options, *(f"tests/{test}" for test in tests)]
-        with tempfile.TemporaryFile("w+", errors="replace") as printed:
-            process = subprocess.Popen(
-                command, cwd=self.folder / "checkout", env=environment, stdout=printed, stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )  # fmt: skip
+    def run(self, tests: tuple[str, ...], *options: str, cache: Path | None = None) -> Run:
+        with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
+            environment = {
+                **os.environ,
+                "PYTHONPATH": str(self.folder / "checkout" / "src"),
+                "PYTHONDONTWRITEBYTECODE": "1",  # compiled files know a source by its second and its size
+                "PYTHONUNBUFFERED": "1",
+                "TILEWISE_CACHE_DIR": str(cache or self.cache),
+                "HYPOTHESIS_STORAGE_DIRECTORY": scratch,
+            }
+            command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=short", "-rfE", "-p", "no:cacheprovider"]
+            command += ["--hypothesis-seed=0", *options, *(f"tests/{test}" for test in tests)]
+            printed = Path(scratch) / "printed"
+            with printed.open("wb") as file:
+                process = subprocess.Popen(
+                    command, cwd=self.folder / "checkout", env=environment, stdout=file, stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )  # fmt: skip
             self.running.append(process)
-            try:
-                status: int | None = process.wait(limit)
-            except subprocess.TimeoutExpired:
-                status = None
-                self.stop()
-                process.wait()
+            status = self._wait(process, printed)
             self.running.clear()
-            printed.seek(0)
-            return status, printed.read()
+            return Run(status, printed.read_text(errors="replace"))
 
-    def prepare(self, tests: tuple[str, ...], markers: str) -> float:
-        """Seconds that the tests take without a mutant. The cache that they leave is what each mutant starts from."""
-        shutil.rmtree(self.folder / "cache", ignore_errors=True)
-        (self.folder / "cache").mkdir()
-        started = time.monotonic()
-        status, printed = self.run(tests, markers, None)
-        if status:
-            raise SystemExit(f"The tests fail without a mutant; no verdict would mean anything.\n{printed[-4000:]}")
-        shutil.rmtree(self.folder / "kept", ignore_errors=True)
-        shutil.copytree(self.folder / "cache", self.folder / "kept")
-        return time.monotonic() - started
+    def _wait(self, process: subprocess.Popen[bytes], printed: Path) -> int | None:
+        size, since = 0, time.monotonic()
+        while time.monotonic() < since + PATIENCE:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(1.0)
+            if printed.stat().st_size > size:
+                size, since = printed.stat().st_size, time.monotonic()
+        self.stop()
+        process.wait()
+        return None
 
-    def judge(self, mutant: Mutant, tests: tuple[str, ...], markers: str, limit: float) -> Outcome:
-        shutil.rmtree(self.folder / "cache", ignore_errors=True)
-        shutil.copytree(self.folder / "kept", self.folder / "cache")
+    def judge(self, mutant: Mutant, tests: tuple[str, ...], markers: str) -> Outcome:
         path = self.folder / "checkout" / "src" / "tilewise" / mutant.file
         source = path.read_text()
         path.write_text(mutant.apply(source))
         try:
-            status, printed = self.run(tests, markers, limit)
+            with tempfile.TemporaryDirectory(dir=self.folder) as own:  # what changes the cache may spoil it
+                cache = Path(own) if mutant.file.startswith("jit/") else None
+                status, printed = found = self.run(tests, "-m", markers, cache=cache)
         finally:
             path.write_text(source)
-        if status is None:
-            return Outcome(mutant, "timed out", f"after {limit:.0f} s")
-        if status == 0:
+        if found.passed:
             return Outcome(mutant, "survived")
+        if status == -signal.SIGKILL:  # by `stop`, or for want of memory
+            raise SystemExit(f"The tests of {mutant} were killed; no verdict.")
+        if status is None:
+            return Outcome(mutant, "timed out", f"{PATIENCE:.0f} s without the end of a test")
         if mutant.file.endswith(".cuh") and re.search(r"CompileError|CalledProcessError: Command .*g\+\+", printed):
             return Outcome(mutant, "does not compile")
-        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", printed, re.MULTILINE)
+        failed = re.search(r"^(?:FAILED|ERROR) tests/(.+?)(?: - .*)?$", printed, re.MULTILINE)
         return Outcome(mutant, "killed", failed[1] if failed else f"pytest's exit status {status}")
 
+    def check(self, outcome: Outcome) -> None:
+        """The test that a mutant failed passes without it, if there is one; or its file can be collected."""
+        if "test_" not in outcome.by:
+            return
+        status, printed = found = self.run((outcome.by,), *([] if "::" in outcome.by else ["--collect-only"]))
+        if not found.passed and status != NOT_FOUND:
+            raise SystemExit(f"It fails without a mutant; no verdict would mean anything.\n{printed[-4000:]}")
 
-def judge(root: Path, group: Group, drawn: list[Mutant], listed: set[tuple[str, ...]], workers: int) -> list[Outcome]:
-    """Prints the mutants that died as soon as they did, and then those that survived."""
-    listed_too = [Outcome(mutant, "equivalent") for mutant in drawn if mutant.text in listed]
-    left = [mutant for mutant in drawn if mutant.text not in listed]
+
+class Verdicts:
+    """Of earlier runs, by the line of the mutant. A survivor is judged again after a change of the tests."""
+
+    def __init__(self, path: Path | None, root: Path) -> None:
+        self.path, self.root = path, root
+        self.tests = self._digest()
+        lines = path.read_text().splitlines() if path is not None and path.exists() else []
+        self.known = {
+            Mutant(*row["mutant"]): Outcome(Mutant(*row["mutant"]), row["verdict"], row["by"])
+            for row in map(json.loads, lines)
+            if row["verdict"] != "survived" or row["tests"] == self.tests
+        }
+
+    def _digest(self) -> str:
+        digest = hashlib.sha256()
+        for path in sorted((self.root / "tests").rglob("*.[pch]*")):
+            if path.suffix in (".py", ".h", ".cpp", ".cuh"):
+                digest.update(path.read_bytes())
+        return digest.hexdigest()
+
+    def add(self, outcome: Outcome) -> None:
+        self.known[outcome.mutant] = outcome
+        if self.path is not None:
+            row = {"mutant": outcome.mutant, "verdict": outcome.verdict, "by": outcome.by, "tests": self.tests}
+            with self.path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def judge(
+    root: Path, drawn: dict[Group, list[Mutant]], listed: set[tuple[str, ...]], workers: int, verdicts: Verdicts
+) -> dict[Group, list[Outcome]]:
+    """Prints what became of each mutant as soon as it is known."""
+    left = [
+        (mutant, group)
+        for group, mutants in drawn.items()
+        for mutant in mutants
+        if mutant.text not in listed and mutant not in verdicts.known
+    ]
+    passing: set[str] = set()  # tests that failed of a mutant, and pass without one
     with tempfile.TemporaryDirectory(prefix="tilewise-mutants-") as scratch, ThreadPoolExecutor(workers) as pool:
-        trees = [Tree(Path(scratch) / str(worker), []) for worker in range(min(workers, len(left)))]
+        cache = Path(scratch) / "cache"
+        cache.mkdir()
+        trees = [Tree(Path(scratch) / str(worker), cache, []) for worker in range(min(workers, len(left)))]
         free: Queue[Tree] = Queue()
         for tree in trees:
             ignored = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache", ".hypothesis")
             shutil.copytree(root, tree.folder / "checkout", ignore=ignored)
             free.put(tree)
 
-        def attempt(mutants: list[Mutant], tests: tuple[str, ...], markers: str) -> list[Outcome]:
-            # All trees at once, as the mutants run: the limit follows from the time.
-            seconds = max(pool.map(lambda tree: tree.prepare(tests, markers), trees))
+        def run(mutant: Mutant, group: Group) -> None:
+            tree = free.get()
+            try:
+                outcome = Outcome(mutant, "survived")
+                for tests, markers in stages(group, mutant.file):
+                    outcome = tree.judge(mutant, tests, markers)
+                    if outcome.verdict != "survived":
+                        break
+                if outcome.by not in passing:
+                    tree.check(outcome)
+                    passing.add(outcome.by)
+            finally:
+                free.put(tree)
+            verdicts.add(outcome)
+            print(outcome, flush=True)
 
-            def run(mutant: Mutant) -> Outcome:
-                tree = free.get()
-                try:
-                    outcome = tree.judge(mutant, tests, markers, 30 + 3 * seconds)
-                finally:
-                    free.put(tree)
-                if outcome.verdict != "survived":
-                    print(outcome, flush=True)
-                return outcome
-
-            return list(pool.map(run, mutants))
-
+        running = [pool.submit(run, *item) for item in left]
         try:
-            judged = attempt(left, group.tests, MARKERS[0]) if left else []
-            survivors = [outcome.mutant for outcome in judged if outcome.verdict == "survived"]
-            if survivors and group.wider:
-                judged = [outcome for outcome in judged if outcome.mutant not in survivors]
-                judged += attempt(survivors, group.tests + group.wider, MARKERS[1])
+            for one in as_completed(running):
+                one.result()
         except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
             for tree in trees:
                 tree.stop()
             raise
-    for outcome in judged:
-        if outcome.verdict == "survived":
-            print(outcome, flush=True)
-    return listed_too + judged
+    return {
+        group: [
+            Outcome(mutant, "equivalent") if mutant.text in listed else verdicts.known[mutant] for mutant in mutants
+        ]
+        for group, mutants in drawn.items()
+    }
 
 
 def main() -> int:
@@ -355,6 +446,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=150)
     parser.add_argument("--only", default="", metavar="TEXT", help="draw from files whose path holds the text")
     parser.add_argument("--workers", type=int, default=2, help="mutants that run side by side")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="keep verdicts, and judge only what has none there")
     parser.add_argument("--list", action="store_true", help="print what would be drawn")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the tests end, too
@@ -363,13 +455,14 @@ def main() -> int:
         print("\n".join(f"{group.name}: {mutant}" for group, mutants in drawn.items() for mutant in mutants))
         return 0
     listed = {(row["file"], row["before"], row["after"]) for row in json.loads(EQUIVALENT.read_text())}
+    verdicts = Verdicts(given.save, ROOT)
     total: collections.Counter[str] = collections.Counter()
     summary = []
-    for group, mutants in drawn.items():
-        counts = collections.Counter(outcome.verdict for outcome in judge(ROOT, group, mutants, listed, given.workers))
+    for group, outcomes in judge(ROOT, drawn, listed, given.workers, verdicts).items():
+        counts = collections.Counter(outcome.verdict for outcome in outcomes)
         total.update(counts)
         summary.append(f"{group.name}: {', '.join(f'{n} {verdict}' for verdict, n in sorted(counts.items()))}")
-    matter = total.total() - total["equivalent"]
+    matter = total.total() - total["equivalent"] - total["does not compile"]
     print("\n".join(summary))
     print(f"{total['survived']} of {matter} survived; at most {MOST_SURVIVORS:.0%} may.")
     return int(not matter or total["survived"] > MOST_SURVIVORS * matter)

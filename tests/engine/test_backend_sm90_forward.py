@@ -158,13 +158,13 @@ SPLIT = {"split": True, "mask": 1, "consumers": 1, "block_kv": 16, "pingpong": F
 @pytest.mark.parametrize(
     ("seqs", "dims", "heads", "mask", "fields", "changes"),
     [
+        ((40, 260), (72, 40), (4, 2), Full(), {"dtype": FP16, "layout": "bshd"}, SPLIT),
         ((20, 300), (64, 64), (4, 1), Full(), {}, SPLIT),  # heads share tiles
         ((70, 270), (128, 128), (2, 1), BOTTOM_RIGHT, {"dtype": FP16}, SPLIT),
         ((130, 200), (64, 64), (1, 1), Causal(), {}, SPLIT),  # a part may see no key of some rows
         ((65, 260), (256, 256), (2, 2), Full(), {}, SPLIT),
         ((17, 1100), (64, 64), (4, 1), Full(), {}, {}),  # as the table has it
         ((200, 130), (64, 64), (1, 1), BOTTOM_RIGHT, {}, SPLIT),  # some rows see no key at all
-        ((40, 260), (72, 40), (4, 2), Full(), {"dtype": FP16, "layout": "bshd"}, SPLIT),
         ((70, 290), (192, 128), (1, 1), Full(), {"batch": 2}, SPLIT),
     ],
     ids=str,

@@ -2,266 +2,55 @@
 
     PYTHONPATH=src python tests/hostile/gpu_nightly.py                            # as `make gpu-nightly`
     PYTHONPATH=src python tests/hostile/gpu_nightly.py --device cpu --kinds 6     # the same on a CPU, without a record
-    PYTHONPATH=src python tests/hostile/gpu_nightly.py --form packed --seed 7 --variant 3       # one problem again
 
-A kind is a form (batched, packed or cached) with its mask, terms, dtype and heads, which decide about kernels; its
-variants differ in sizes and numbers. Kernels take seconds to build and milliseconds to run, so the first variant of
-every kind comes first, in as many processes as there are cores, and the others find their kernels in the cache. The
-record, tests/hostile/gpu_nightly.json, says what ran last, on what, and what failed.
+form_generator.py draws the problems, and runs one of them again. Kernels take seconds to build and milliseconds to run,
+so the first variant of every kind comes first, in as many processes as there are cores, and the others find their
+kernels in the cache. The record, tests/hostile/gpu_nightly.json, says what ran last, on what, and what failed.
 """
 
 from __future__ import annotations
 
-import os
-
-os.environ["TILEWISE_POISON"] = "1"
-
 import argparse
-import functools
 import json
+import os
 import platform
 import random
 import sys
 import time
-from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 from datetime import datetime, timezone
-from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import term_generator
+import form_generator
 import torch
-from term_generator import Case, Sizes, Space
 
-import cache_cases
 import tilewise
-from tilewise import Causal, UnsupportedProblem, Window, fresh
-from tilewise.terms import RelativeBias
+from tilewise import fresh
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-Tensor = torch.Tensor
 RECORD = Path(__file__).resolve().parent / "gpu_nightly.json"
-FORMS = ("batched", "packed", "cached")
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-DTYPES = (BF16, BF16, FP16, FP32)
-DIMS = (64, 64, 128, 128, 96, 192, 256, 40)
-LENGTHS = (0, 1, 5, 63, 64, 70, 128, 130, 200, 333)
-# Named families run what a plan would give to another one.
-BACKENDS = {"cuda": ("auto", "auto", "sm80"), "cpu": ("auto", "tiled")}
-
-
-class Problem(NamedTuple):
-    """What decides about a case."""
-
-    form: str
-    seed: int
-    variant: int
-    device: str
-
-
-class Outcome(NamedTuple):
-    problem: Problem
-    what: str  # matched, refused, or what is wrong
-
-
-def space(device: str) -> Space:
-    return Space(DTYPES, LENGTHS, LENGTHS, DIMS, BACKENDS[device], 0.0)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Packed sequences
-
-
-def draw_packed(seed: int, variant: int, device: str) -> Case:
-    """As `term_generator.draw`: sequences without keys or queries, rows behind the last offset, and keys not used."""
-    r, own = random.Random(f"packed {seed}"), random.Random(f"packed {seed} {variant}")
-    dtype, heads_kv, group, dim = r.choice(DTYPES), r.choice((1, 2)), r.choice((1, 1, 2, 3)), r.choice(DIMS)
-    mask: Any = r.choice((None, Causal(), Causal("bottom-right"), Window(r.choice((9, 70)), 5, "bottom-right")))
-    same, fewer = r.random() < 0.3, r.random() < 0.3
-    terms = [name for name in ("softcap", "alibi", "sink", "table") if r.random() < 0.35]
-    per_sequence, learned = r.random() < 0.5, r.random() < 0.3
-    backend, scale = r.choice(BACKENDS[device]), r.choice((None, 0.3))
-    draws = torch.Generator().manual_seed(seed * 1000 + variant)
-
-    lengths_q = [own.choice(LENGTHS) for _ in range(own.randint(1, 5))]
-    lengths_k = lengths_q if same else [own.choice(LENGTHS) for _ in lengths_q]
-    behind = own.choice((0, 3, 70))
-    starts_q, starts_k = (torch.tensor([0, *lengths]).cumsum(0) for lengths in (lengths_q, lengths_k))
-    rows, keys = (int(starts[-1]) + behind for starts in (starts_q, starts_k))
-    left, used = torch.zeros(len(lengths_k), dtype=torch.int64), starts_k.diff()
-    if fewer:
-        left = torch.tensor([own.randint(0, length // 3) for length in lengths_k])
-        used = torch.tensor([own.randint(0, length) for length in lengths_k])
-    visible, distance = torch.zeros(rows, keys, dtype=torch.bool), torch.zeros(rows, keys)
-    offset = torch.zeros(rows, keys, dtype=torch.int64)
-    sequence = torch.zeros(rows, dtype=torch.int64)
-    for number, (q, k) in enumerate(zip(starts_q[:-1].tolist(), starts_k[:-1].tolist(), strict=True)):
-        first = k + min(int(left[number]), int(used[number]))
-        seq_q, seq_k = lengths_q[number], k + int(used[number]) - first
-        place = slice(q, q + seq_q), slice(first, first + seq_k)
-        at, key = torch.arange(seq_q)[:, None], torch.arange(seq_k)
-        rule = mask or tilewise.Full()
-        visible[place] = rule.to_bool(range(seq_q), range(seq_k), seq_q, seq_k, "cpu")
-        distance[place], offset[place] = (at + seq_k - seq_q - key).float(), key - at
-        sequence[q : q + seq_q] = number
-
-    sizes = Sizes(1, heads_kv * group, rows, keys, dtype)
-    case = Case(
-        seed=seed, sizes=sizes, group=group, backend=backend, layout="packed", mask=str(mask), returns_lse=True,
-        returns_max_logit=False, again=False, arguments={"mask": mask, "scale": scale}, leaves={},
-        visible=visible.expand(1, sizes.heads_q, rows, keys), draws=draws, variant=variant, distance=distance,
-        sequence=sequence, caller=_call_packed,
-    )  # fmt: skip
-    for name, shape in {"q": (sizes.heads_q, rows), "k": (heads_kv, keys), "v": (heads_kv, keys)}.items():
-        case.leaves[name] = case.normal(1, *shape, dim).to(dtype)
-    offsets_q, offsets_k = starts_q.int(), starts_k.int()
-    case.arguments["offsets"] = {"q": offsets_q, "k": offsets_q if same else offsets_k}
-    if fewer:
-        case.arguments |= {"seqused_k": used.int(), "leftpad_k": left.int()}
-    if "softcap" in terms:
-        case.arguments["softcap"] = 2.0
-    if "alibi" in terms:
-        shape = (len(lengths_q), sizes.heads_q) if per_sequence else (sizes.heads_q,)
-        case.leaves["alibi"] = case.arguments["alibi"] = case.normal(*shape).abs().float() / 8
-    if "sink" in terms:
-        case.leaves["sink"] = case.arguments["sink"] = case.normal(sizes.heads_q).float()
-    if "table" in terms:
-        case.leaves["table"] = case.normal(sizes.heads_q, 80).float()
-        case.index = (offset + 40).clamp(0, 79)
-        case.arguments |= {"scores": (RelativeBias(80, 40),), "operands": {"table": case.leaves["table"]}}
-    for name, tensor in case.leaves.items():
-        tensor.requires_grad_(learned or name in "qkv")
-    return case
-
-
-def _call_packed(case: Case) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    given = dict(case.arguments)
-    offsets = given.pop("offsets")
-    inputs = (case.leaves[name][0].transpose(0, 1) for name in "qkv")
-    found = tilewise.attention_packed(
-        *inputs, offsets["q"], offsets["k"], return_lse=True, backend=case.backend, **given
-    )
-    assert isinstance(found, tuple)
-    return found[0].transpose(0, 1)[None], found[1][None], None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Caches
-
-
-def draw_cached(seed: int, variant: int) -> cache_cases.Case:
-    r, own = random.Random(f"cached {seed}"), random.Random(f"cached {seed} {variant}")
-    heads_kv, batch = r.choice((1, 2)), own.choice((1, 2, 5))
-    lengths = tuple(own.choice((0, 1, 17, 64, 100, 260, 1000)) for _ in range(batch))
-    dim, page, packed = r.choice(DIMS), r.choice((0, 0, 16, 64)), r.random() < 0.3
-    tokens: Any = tuple(own.choice((0, 1, 3)) for _ in range(batch)) if packed else r.choice((1, 1, 2, 5))
-    some_starts, some_rows = r.random() < 0.3, r.random() < 0.3
-    terms = tuple(name for name in ("softcap", "alibi", "sink", "keep") if r.random() < 0.3)
-    return cache_cases.Case(
-        lengths,
-        tokens,
-        (heads_kv * r.choice((1, 4, 8)), heads_kv),
-        (dim, dim),
-        page,
-        starts=tuple(own.randint(0, length) for length in lengths) if some_starts else (),
-        rows=tuple(own.sample(range(batch + 2), batch)) if some_rows and not page else (),
-        dtype=r.choice(DTYPES),
-        causal=r.random() < 0.7,
-        window=r.choice((None, None, 40)),
-        terms=tuple(name for name in terms if name != "keep" or not (packed or page or some_starts)),
-        seed=seed * 1000 + variant,
-    )
-
-
-def _run_cached(problem: Problem) -> str:
-    case = draw_cached(problem.seed, problem.variant)
-    made = cache_cases.make(case, problem.device)
-    out, lse = tilewise.attention_cached(made.q, made.k, made.v, **made.told, return_lse=True)
-    cache_cases.assert_as_expected(case, made, out, lse)
-    return ""
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# All
-
-
-def run(problem: Problem) -> Outcome:
-    try:
-        if problem.form == "cached":
-            wrong = _run_cached(problem)
-        else:
-            if problem.form == "packed":
-                case = draw_packed(problem.seed, problem.variant, problem.device)
-            else:
-                case = term_generator.draw(problem.seed, space(problem.device), problem.variant)
-            try:
-                wrong = "; ".join(term_generator.run(case.to(problem.device)))
-            except UnsupportedProblem:
-                if case.backend == "auto":
-                    raise
-                return Outcome(problem, "refused")
-            wrong = f"{case}: {wrong}" if wrong else ""
-    except Exception as error:
-        wrong = f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
-    return Outcome(problem, wrong or "matched")
-
-
-def _run_before(stop: float, problem: Problem) -> Outcome | None:
-    """None where the time was up: the clock is that of all processes."""
-    return run(problem) if time.monotonic() < stop else None
-
-
-def run_all(problems: Iterable[Problem], processes: int, stop: float) -> list[Outcome]:
-    """The outcomes of those that were begun before `stop`."""
-    work = functools.partial(_run_before, stop)
-    if not processes:
-        return [one for one in map(work, problems) if one is not None]
-    with ProcessPoolExecutor(processes, get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        return [one for one in pool.map(work, problems, chunksize=5) if one is not None]
-
-
-def drawn(seed: int, device: str, kinds: int, variants: range) -> list[Problem]:
-    """Of so many kinds, half of them batched; those of one kind side by side."""
-    forms = ("batched", "packed", "batched", "cached")
-    return [Problem(forms[n % 4], seed + n, variant, device) for n in range(kinds) for variant in variants]
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().getrandbits(31), help="default: drawn anew")
-    parser.add_argument("--device", choices=BACKENDS, default="cuda")
+    parser.add_argument("--device", choices=form_generator.BACKENDS, default="cuda")
     parser.add_argument("--kinds", type=int, default=200)
     parser.add_argument("--variants", type=int, default=25)
     parser.add_argument("--minutes", type=float, default=10.0, help="no problem is begun after so long; 10 by default")
     parser.add_argument("--processes", type=int, help="default: one per core; 0: this one")
     parser.add_argument("--record", type=Path)
-    parser.add_argument("--form", choices=FORMS, help="with --seed and --variant: one problem")
-    parser.add_argument("--variant", type=int, default=0)
     options = parser.parse_args(arguments)
     assert fresh.POISONED, "tilewise was imported before this module"
-    if options.form:
-        outcome = run(Problem(options.form, options.seed, options.variant, options.device))
-        print(outcome.what)
-        return int(outcome.what not in ("matched", "refused"))
     print(f"seed {options.seed}", flush=True)
     begun = time.monotonic()
     processes = os.cpu_count() or 1 if options.processes is None else options.processes
     each = (options.seed, options.device, options.kinds)
     stop = begun + 60.0 * options.minutes
-    outcomes = run_all(drawn(*each, range(1)), processes, stop)
+    outcomes = form_generator.run_all(form_generator.drawn(*each, range(1)), processes, stop)
     built_after = round(time.monotonic() - begun)
     print(f"the kernels of {options.kinds} kinds are there after {built_after} s", flush=True)
-    outcomes += run_all(drawn(*each, range(1, options.variants)), processes, stop)
-    failures = [one for one in outcomes if one.what not in ("matched", "refused")]
-    for problem, what in failures:
-        print(f"--form {problem.form} --seed {problem.seed} --variant {problem.variant}: {what}", flush=True)
-    counts = Counter(f"{one.problem.form}, {one.what if one not in failures else 'failed'}" for one in outcomes)
-    print(dict(sorted(counts.items())), flush=True)
+    outcomes += form_generator.run_all(form_generator.drawn(*each, range(1, options.variants)), processes, stop)
+    counts, failures = form_generator.report(outcomes), form_generator.failed(outcomes)
     record = options.record or (RECORD if options.device == "cuda" else None)
     if record is not None:
         record.write_text(json.dumps(_record(options, counts, failures, built_after, begun), indent=2) + "\n")
@@ -269,7 +58,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _record(
-    options: argparse.Namespace, counts: Counter[str], failures: list[Outcome], built_after: int, begun: float
+    options: argparse.Namespace,
+    counts: dict[str, int],
+    failures: list[form_generator.Outcome],
+    built_after: int,
+    begun: float,
 ) -> dict[str, Any]:
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
@@ -278,7 +71,7 @@ def _record(
         "seed": options.seed,
         "kinds": options.kinds,
         "problems": sum(counts.values()),
-        "outcomes": dict(sorted(counts.items())),
+        "outcomes": counts,
         "failed": [[*problem[:3], what] for problem, what in failures],
         "seconds": {"first of each kind": built_after, "all": round(time.monotonic() - begun)},
     }

@@ -6,7 +6,8 @@ A case is decided by a seed alone:
     PYTHONPATH=src python tests/hostile/term_generator.py --seed 1000 --count 500
 
 generator.py draws ways of calling; here what is asked of the scores is drawn: every kind of mask, learned or not, with
-`keep`, slopes, sinks, tables and biases beside it, of all sizes down to none. Every call must be answered.
+`keep`, slopes, sinks, tables and biases beside it, of all sizes down to none. Every call must be answered, the second
+time that the graph of a result is used as the first, and in a compiled graph for every size that it meets.
 """
 
 from __future__ import annotations
@@ -48,6 +49,9 @@ ALLOWED_OF_FLOAT32_OPERANDS = 3e-5
 # Times the rounding error of q's dtype and the norm of the addends: what a gradient of an operand, whose addends may
 # cancel, is allowed beside that.
 ALLOWED_OF_ADDENDS = 4
+# How a case is called: "retained" differentiates one graph twice, "compiled" compiles one call for several sizes.
+WAYS = {"once": 40, "retained": 8, "compiled": 1}
+COMPILED_SIZES = 3
 
 
 class Space(NamedTuple):
@@ -84,6 +88,34 @@ class Sizes(NamedTuple):
         return tuple(draw.choice((1, size)) for size in self[:4])
 
 
+class Asked(NamedTuple):
+    """What a call is asked for beside what it reads."""
+
+    backend: str
+    layout: str = "bhsd"
+    returns_lse: bool = False
+    returns_max_logit: bool = False
+
+
+Results = tuple[Tensor, Tensor | None, Tensor | None]  # out, lse and the largest scores
+
+
+def call(leaves: dict[str, Tensor], arguments: dict[str, Any], asked: Asked) -> Results:
+    """out as (batch, heads, seq, head_dim), lse and the largest scores, where they are asked for."""
+    turned = (lambda x: x.transpose(1, 2)) if asked.layout == "bshd" else (lambda x: x)
+    found: Any = tilewise.attention(
+        *(turned(leaves[name]) for name in "qkv"),
+        backend=asked.backend,
+        layout=asked.layout,
+        return_lse=asked.returns_lse,
+        return_max_logit=asked.returns_max_logit,
+        **arguments,
+    )
+    results = list(found) if isinstance(found, tuple) else [found]
+    largest = results.pop() if asked.returns_max_logit else None
+    return turned(results[0]), results[1] if asked.returns_lse else None, largest
+
+
 @dataclass
 class Case:
     """A call, and the same for the formulas of `truth`: what is visible, and what is added to the scores."""
@@ -91,11 +123,8 @@ class Case:
     seed: int
     sizes: Sizes
     group: int
-    backend: str
-    layout: str
+    asked: Asked
     mask: str
-    returns_lse: bool
-    returns_max_logit: bool
     again: bool  # whether gradients are differentiated once more
     arguments: dict[str, Any]
     leaves: dict[str, Tensor]  # what may be differentiated, by name
@@ -107,15 +136,17 @@ class Case:
     # Of packed sequences: how far a query stands behind a key, the sequence of every row, and what calls.
     distance: Tensor | None = None
     sequence: Tensor | None = None
-    caller: Callable[[Case], tuple[Tensor, Tensor | None, Tensor | None]] | None = None
+    caller: Callable[[dict[str, Tensor], dict[str, Any], Asked], Results] = call
+    way: str = "once"
+    may_be_refused: bool = False  # on a GPU, by every backend
 
     def __str__(self) -> str:
         named = [name for name in self.arguments if name not in ("mask", "operands")]
         learned = [name for name, tensor in self.leaves.items() if tensor.requires_grad]
         return (
-            f"seed {self.seed}, variant {self.variant}: {tuple(self.sizes)}, groups of {self.group}, {self.backend}, "
-            f"{self.layout}, mask {self.mask}, {', '.join(named)}; learned {', '.join(learned)}; lse "
-            f"{self.returns_lse}, max logit {self.returns_max_logit}, again {self.again}"
+            f"seed {self.seed}, variant {self.variant}: {tuple(self.sizes)}, groups of {self.group}, "
+            f"{tuple(self.asked)}, mask {self.mask}, {', '.join(named)}; learned {', '.join(learned)}; "
+            f"{self.way}, again {self.again}"
         )
 
     def to(self, device: str) -> Case:
@@ -146,21 +177,20 @@ def draw(seed: int, space: Space = EVERYWHERE, variant: int | None = None) -> Ca
     dtype, heads_kv, group = r.choice(space.dtypes), r.choice((1, 2)), r.choice((1, 1, 2, 3))
     sizes = Sizes(own.choice((1, 1, 2, 3)), heads_kv * group, own.choice(space.rows), own.choice(space.keys), dtype)
     dim = r.choice(space.dims)
+    backend, layout, mask = r.choice(space.backends), r.choice(("bhsd", "bshd")), r.choice(MASKS)
     case = Case(
         seed=seed,
         sizes=sizes,
         group=group,
-        backend=r.choice(space.backends),
-        layout=r.choice(("bhsd", "bshd")),
-        mask=r.choice(MASKS),
-        returns_lse=r.random() < 0.4,
-        returns_max_logit=r.random() < 0.3,
+        asked=Asked(backend, layout, r.random() < 0.4, r.random() < 0.3),
+        mask=mask,
         again=dtype == torch.float64 and r.random() < space.again,
         arguments={"scale": r.choice((None, 0.3))},
         leaves={},
         visible=torch.ones(sizes[:4], dtype=torch.bool),
         draws=torch.Generator().manual_seed(seed if variant is None else seed * 1000 + variant),
         variant=variant,
+        way=way(seed),
     )
     dims = {"q": (sizes.heads_q, sizes.seq_q, dim), "k": (heads_kv, sizes.seq_kv, dim)}
     dims["v"] = (heads_kv, sizes.seq_kv, r.choice((dim, 5)) if space is EVERYWHERE else dim)
@@ -317,23 +347,22 @@ def truth(case: Case, given: dict[str, Tensor]) -> Truth:
     return Truth(weights[..., :keys] @ v, lse, largest, weights, addends)
 
 
-def call(case: Case) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """out as (batch, heads, seq, head_dim), lse and the largest scores, where they are asked for."""
-    turned = (lambda x: x.transpose(1, 2)) if case.layout == "bshd" else (lambda x: x)
-    options = {"return_lse": case.returns_lse, "return_max_logit": case.returns_max_logit}
-    found: Any = tilewise.attention(
-        *(turned(case.leaves[name]) for name in "qkv"),
-        backend=case.backend,
-        layout=case.layout,
-        **options,
-        **case.arguments,
-    )
-    results = list(found) if isinstance(found, tuple) else [found]
-    largest = results.pop() if case.returns_max_logit else None
-    return turned(results[0]), results[1] if case.returns_lse else None, largest
+def way(seed: int | str) -> str:
+    """How cases of this seed are called."""
+    return random.Random(f"way {seed}").choices(list(WAYS), list(WAYS.values()))[0]
 
 
-def run(case: Case) -> list[str]:
+def run_as_drawn(case: Case, another: Callable[[int], Case]) -> list[str]:
+    """What is wrong, in words; `another` draws cases of other sizes for a graph that is compiled once."""
+    if case.way != "compiled":
+        return run(case)
+    torch._dynamo.reset()
+    compiled = torch.compile(case.caller, fullgraph=True, backend="aot_eager")
+    cases = [case, *(another(number) for number in range(1, COMPILED_SIZES))]
+    return [f"size {number}: {text}" for number, one in enumerate(cases) for text in run(one, compiled)]
+
+
+def run(case: Case, caller: Any = None) -> list[str]:
     """What is wrong, in words."""
     exact = {name: tensor.detach().double() for name, tensor in case.leaves.items()}
     wanted = [name for name, tensor in case.leaves.items() if tensor.requires_grad]
@@ -342,7 +371,7 @@ def run(case: Case) -> list[str]:
     with torch.device(case.visible.device):
         known = truth(case, exact)
     want = known[:3]
-    got = (case.caller or call)(case)
+    got = (caller or case.caller)(case.leaves, case.arguments, case.asked)
     allowed = ALLOWED[case.sizes.dtype]
     if {"alibi", "sink", "table"} & set(case.leaves):
         allowed = max(allowed, ALLOWED_OF_FLOAT32_OPERANDS)
@@ -367,15 +396,20 @@ def run(case: Case) -> list[str]:
     )
     loss, exact_loss = losses
     rounding = _rounding(case, known, exact, exact_loss, weights[0])
-    grads = _gradients(loss, of_call, again=case.again)
-    exact_grads = _gradients(exact_loss, of_truth, again=case.again)
+    again = case.again and caller is None  # PyTorch differentiates compiled graphs once
+    retained = case.way == "retained"
+    grads = _gradients(loss, of_call, again=again, retained=retained)
+    exact_grads = _gradients(exact_loss, of_truth, again=again)
     labels = [f"d{name}" for name in wanted]
-    if case.again:
+    if retained:
+        labels += [f"d{name} of the retained graph" for name in wanted]
+        grads, exact_grads = grads + _gradients(loss, of_call, again=again), exact_grads * 2
+    if again:
         grads += _gradients(_size(grads), of_call)
         exact_grads += _gradients(_size(exact_grads), of_truth)
         labels += [f"second d{name}" for name in wanted]
     checks = zip(labels, grads, exact_grads, strict=True)
-    found = (_difference(name, *pair, 2 * allowed, rounding.get(name)) for name, *pair in checks)
+    found = (_difference(name, *pair, 2 * allowed, rounding.get(name.partition(" ")[0])) for name, *pair in checks)
     return [text for text in found if text]
 
 
@@ -397,11 +431,12 @@ def _rounding(case: Case, known: Truth, exact: dict[str, Tensor], loss: Any, dou
     return found
 
 
-def _gradients(loss: Any, tensors: list[Tensor], *, again: bool = False) -> list[Tensor]:
+def _gradients(loss: Any, tensors: list[Tensor], *, again: bool = False, retained: bool = False) -> list[Tensor]:
     """Zeros where nothing depends on a tensor."""
     if not isinstance(loss, Tensor) or not loss.requires_grad:
         return [torch.zeros_like(tensor) for tensor in tensors]
-    return list(torch.autograd.grad(loss, tensors, create_graph=again, allow_unused=True, materialize_grads=True))
+    options = {"create_graph": again, "retain_graph": again or retained}
+    return list(torch.autograd.grad(loss, tensors, allow_unused=True, materialize_grads=True, **options))
 
 
 def _size(grads: list[Tensor]) -> Any:
@@ -431,7 +466,7 @@ def run_many(seeds: range, space: Space = EVERYWHERE) -> list[str]:
     for seed in seeds:
         case = draw(seed, space)
         try:
-            wrong = run(case)
+            wrong = run_as_drawn(case, lambda number, seed=seed: draw(seed, space, number))  # type: ignore[misc]
         except Exception as error:
             wrong = [f"{type(error).__name__}: {' '.join(str(error).split())}"]
         failures += [f"{case}: {'; '.join(wrong)}"] if wrong else []

@@ -11,7 +11,7 @@ import torch
 import emulation
 from test_terms_call import on_a_model
 
-CHUNKS, CHUNK = 6, 100
+CHUNKS, CHUNK = 5, 100
 ON_MODELS, PER_MODEL = 8, 25
 
 

@@ -420,6 +420,7 @@ def refused():
         "heads": (lambda: flash_attn_func(q[:, :, :3], k, v), InvalidInput),
         "window": (lambda: flash_attn_func(q, k, v, window_size=4), InvalidInput),
         "slopes": (lambda: flash_attn_func(q, k, v, alibi_slopes=alibi(3)), InvalidInput),
+        "slopes in a list": (lambda: flash_attn_func(q, k, v, alibi_slopes=[0.5] * 4), InvalidInput),
         "kv": (lambda: flash_attn_kvpacked_func(q, q), InvalidInput),
         "qkv": (lambda: flash_attn_qkvpacked_func(torch.stack((q, q), 2)), InvalidInput),
         "offsets": (lambda: flash_attn_varlen_func(*flat, cu[:1], cu, 13, 13), InvalidInput),

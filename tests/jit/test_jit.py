@@ -502,14 +502,37 @@ def test_the_folders_are_private(cache_dir: Path) -> None:
 def test_clear_removes_entries_and_leaves_strangers_alone(cache_dir: Path) -> None:
     build(copy_unit("one"))
     build(copy_unit("two"))
-    with pytest.raises(CompileError):
+    with pytest.raises(CompileError) as caught:
         build(Unit("copy", "nonsense;", ARCH))
+    assert kept_folder(caught.value).parent == cache_dir / "failed"
     (cache_dir / "notes.txt").write_text("mine")
     assert cache.clear() == 2
     assert (cache.entries(), cache.size()) == ([], 0)
     assert not (cache_dir / "failed").exists()
     assert (cache_dir / "notes.txt").read_text() == "mine"
     assert not build(copy_unit("one")).from_cache
+
+
+def test_a_folder_that_another_process_slips_in_stays(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = cache.keep_failed("copy", "key", {"build.log": b"of another"})
+    assert first is not None
+    with monkeypatch.context() as patch:
+        patch.setattr("os.path.lexists", lambda path: False)  # it comes after the look
+        assert cache.keep_failed("copy", "key", {"build.log": b"ours"}) == first
+    assert (first / "build.log").read_bytes() == b"of another"
+
+
+def test_a_folder_that_cannot_be_put_in_place_is_not_named(
+    cache_dir: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    with monkeypatch.context() as patch:
+        patch.setattr("tempfile.tempdir", str(elsewhere))
+        patch.setattr(Path, "rename", lambda self, target: os.stat(self / "none"))
+        place = cache.keep_failed("copy", "key", {"build.log": b"ours"})
+    assert place is not None
+    assert (place / "build.log").read_bytes() == b"ours"
+    assert place.parent == elsewhere
 
 
 def truncate(entry: Path) -> None:
