@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import InvalidInput
 from ..studies import check, kept
 from ..watch import trace_report
-from . import bench_page as _bench
-from . import blocks, inspect_report
+from . import bench_report, blocks, inspect_report
 from . import cycles_page as _cycles
 from . import ladder_page as _ladder
 from . import magnitudes_page as _magnitudes
@@ -38,7 +37,7 @@ def _check(told: dict[str, Any]) -> str:
 
 _PAGES: dict[str, Callable[[dict[str, Any]], str]] = {
     "tilewise inspect": lambda told: blocks.page(inspect_report.report_of(told), told),
-    "tilewise bench": _bench.bench_page,
+    "tilewise bench": lambda told: blocks.page(bench_report.report_of(told), told),
     "tilewise tune": _tune.tune_page,
     "tilewise trace": lambda told: blocks.page(trace_report.report_of(told), told),
     "tilewise check": _check,
