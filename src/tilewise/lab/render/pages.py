@@ -15,10 +15,9 @@ from html import unescape
 from typing import TYPE_CHECKING, Any
 
 from ...errors import InvalidInput
-from ..studies import check, kept
+from ..studies import check, cycles, kept
 from ..watch import trace_report
 from . import bench_report, blocks, inspect_report
-from . import cycles_page as _cycles
 from . import ladder_page as _ladder
 from . import magnitudes_page as _magnitudes
 from . import tune_page as _tune
@@ -43,7 +42,7 @@ _PAGES: dict[str, Callable[[dict[str, Any]], str]] = {
     "tilewise check": _check,
     "tilewise ladder": _ladder.ladder_page,
     "tilewise magnitudes": _magnitudes.magnitudes_page,
-    "tilewise cycles": _cycles.cycles_page,
+    "tilewise cycles": lambda told: blocks.page(cycles.report_of(told), told),
 }
 _IDENTITY = re.compile(r'<meta name="tilewise-record" content="([^"]*)">')
 
