@@ -443,10 +443,6 @@ def _rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> rich.t
     return table
 
 
-def print_json(value: Any) -> None:
-    print(to_json(value))
-
-
 def to_json(value: Any) -> str:
     """Standard JSON: nan and the infinities, which it lacks, become text."""
     return json.dumps(finite(value), indent=2, allow_nan=False)
