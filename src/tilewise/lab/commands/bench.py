@@ -19,7 +19,7 @@ from ..measure.compare import Settings
 from ..measure.pool import Pool
 from ..render import bench_report, plots
 from ..studies import bench as benches
-from ..studies import host, records, suites
+from ..studies import host, kept, records, suites
 from .command import grouped, refuse_ignored, taking
 from .options import Only, RunOptions, leave, need_device
 from .output import OutputOptions, check_folder
@@ -123,7 +123,8 @@ def _measure_host(output: OutputOptions, rounds: int) -> None:
 
 
 def _show_bench(record: records.Record, plot: Path | None, output: OutputOptions) -> None:
-    shown = bench_report.report_of(record.values, record.marks())
+    notes = [f"note: {mark}" for mark in record.marks()]
+    shown = bench_report.report_of(kept.expanded(record.values), notes)
     output.deliver(record.values, lambda: report.show(shown, **output.looks))
     if plot is not None:
         for path in plots.draw(record, plot):
