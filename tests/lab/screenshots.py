@@ -43,7 +43,7 @@ def main() -> int:
     assert record is not None
     with Browser(chromium) as browser, tempfile.TemporaryDirectory() as folder:
         suite = Path(folder) / "bench.html"
-        html.write(suite, pages.bench_page(record))
+        html.write(suite, pages.page(record.values))
         for scheme in ("light", "dark"):
             shoot(browser, INSPECT, "inspect", 1120, 900, scheme)
             shoot(browser, INSPECT, "inspect-phone", 390, 860, scheme)

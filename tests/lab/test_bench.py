@@ -21,15 +21,27 @@ from typer.testing import CliRunner
 from support import make_problem
 from tilewise import Problem, masks
 from tilewise.errors import InvalidInput
+from tilewise.lab import report
 from tilewise.lab.candidates import names as candidates
 from tilewise.lab.candidates import rivals
 from tilewise.lab.candidates.inputs import make_inputs
 from tilewise.lab.candidates.names import Candidate
 from tilewise.lab.commands.app import app
 from tilewise.lab.measure import accuracy, ahead, clocks, worker
-from tilewise.lab.measure.compare import TIMES, VERIFIED, Comparison, Outcome, Row, Settings, compare, compare_all
+from tilewise.lab.measure.compare import (
+    REFUSED,
+    TIMES,
+    VERIFIED,
+    Comparison,
+    Outcome,
+    Row,
+    Settings,
+    compare,
+    compare_all,
+)
 from tilewise.lab.measure.pool import Failure, Pool
 from tilewise.lab.measure.timing import METHODS, ROTATED_BYTES, Rotation, turns_for
+from tilewise.lab.render import bench_report
 from tilewise.lab.studies import bench, drawn, kept, records, suites
 from tilewise.terms import Sink
 
@@ -52,7 +64,8 @@ def comparison(name: str, ours: float, peer: float, verdict: str = VERIFIED) -> 
 
 
 def show(done: list[Comparison]) -> None:
-    bench.show(done, records.Record("this run", "", bench.record("cpu", done, Settings(), ["test"])))
+    record = records.Record("this run", "", bench.record("cpu", done, Settings(), ["test"]))
+    report.show(bench_report.report_of(record.values, record.marks()))
 
 
 @pytest.mark.parametrize("name", suites.SUITES)
@@ -688,19 +701,62 @@ def test_a_step_and_a_backward_are_timed_by_themselves(tmp_path: Path, request: 
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_the_score_is_the_last_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_of_a_suite() -> None:
+    """As text, in full; the page of the same blocks is in test_html. The score is the last line, whatever is asked."""
     dead = comparison("dead", 1.0, 1.0, "died: SIGILL")
     dead.outcomes[0].because = ["try an older instruction set"]
     dead.complete = False
-    show([comparison("row", 1.0, 1.5), dead])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == "geomean 1.500, worst 1.500 (row)"
-    assert "interrupted: only what was measured is here" in lines
-    assert lines[-2].startswith("rows without a ratio")
-    assert lines[-2].endswith(": 1")
-    assert "dead: tilewise: died: SIGILL; try an older instruction set" in lines
-    assert len([line for line in lines if line.startswith("row ")]) == 3
-    assert sum("1.0e-07 ok" in line for line in lines) == 3, "every error says whether it is in its budget"
+    refused = comparison("refused", 1.0, 2.0)
+    refused.outcomes[1] = Outcome("torch-default", REFUSED, ["no softcap -> drop it"])
+    refused.outcomes.append(Outcome("fa4", "raised KeyError", ["no such key"]))
+    done = [comparison("row", 1.0, 1.5), dead, refused]
+    for one in done:
+        one.budgets = {"out": {"norm": 4e-7, "worst_row": 1e-6}}
+    record = bench.record("cpu", done, Settings(), ["test"]) | {"provenance": {}}
+    found = bench_report.report_of(record, ["the kernels of 1 of 3 rows have changed since"])
+    assert (
+        report.lines(found, verbose=True)
+        == """\
+the kernels of 1 of 3 rows have changed since
+Interrupted: only what was measured is here.
+1 of 3 rows have fewer than 5 rounds, too few for an interval.
+1 of 3 rows ended before their intervals were narrow.
+bench: suite cpu · tilewise
+geometric mean of 1 row; no difference seen on 0; worst 1.50x; cpu; 1 not right
+dead: tilewise died: SIGILL; try an older instruction set
+row      candidate      verdict            time      p20 to p80  against PyTorch  TFLOP/s     host  extra memory   \
+error  of budget
+row      tilewise       verified         1.00 s  1.00 to 1.00 s          1.50x ?  4.1e-09  10.0 us      1.00 MiB  \
+1.0e-7        25%
+row      torch-default  verified         1.50 s  1.50 to 1.50 s               1x  2.7e-09        -             -  \
+1.0e-7        25%
+dead     torch-default  verified         1.00 s  1.00 to 1.00 s               1x  4.1e-09        -             -  \
+1.0e-7        25%
+dead     tilewise       died: SIGILL     1.00 s  1.00 to 1.00 s          1.00x ?  4.1e-09  10.0 us      1.00 MiB  \
+1.0e-7        25%
+refused  tilewise       verified         1.00 s  1.00 to 1.00 s                -  4.1e-09  10.0 us      1.00 MiB  \
+1.0e-7        25%
+refused  fa4            raised KeyError       -               -                -        -        -             -     \
+  -          -
+refused  torch-default  refused               -               -                -        -        -             -     \
+  -          -
+refused: fa4: raised KeyError; no such key
+Ratios:
+The best time of all that is not ours over ours, on a logarithmic scale: right of 1 is faster, left of it slower.
+head_dim 8 · full: 1 row, geomean 1.50x, worst 1.50x
+Rows without a ratio:
+row      what became of ours
+dead     died: SIGILL; try an older instruction set
+refused  verified
+Every measurement:
+row      candidate      why it was refused
+refused  torch-default  no softcap -> drop it
+against PyTorch: against its best path, with the 99% interval; ~: no difference beyond the noise; =: the same \
+kernels; ?: too few rounds to tell
+geomean 1.500, worst 1.500 (row)""".splitlines()
+    )
+    assert report.lines(found)[-1] == report.lines(found, quiet=True)[-1] == "geomean 1.500, worst 1.500 (row)"
+    assert "rows without a ratio, for want of a right answer of ours or of another's: 2" in report.lines(found)
 
 
 def test_an_interrupt_keeps_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -356,7 +356,7 @@ def test_a_record_can_be_shown_again(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     result = CliRunner().invoke(app, ["bench", "--record", str(path), "--html", str(page)])
     assert result.exit_code == 0
-    assert "device: NVIDIA H200" in result.stdout
+    assert "; NVIDIA H200; torch " in result.stdout
     assert "step" in result.stdout
     assert "2.00x faster</span> than the fastest other attention" in page.read_text()
     assert f'content="tilewise bench {made_up()["provenance"]["date"]}"' in page.read_text()

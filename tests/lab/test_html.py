@@ -37,7 +37,7 @@ from tilewise.lab.render import (
 )
 from tilewise.lab.render import html as reports
 from tilewise.lab.report import lines
-from tilewise.lab.studies import inspect, records
+from tilewise.lab.studies import cycles, inspect, records
 from tilewise.plan import plan
 from tilewise.target import Target
 
@@ -546,6 +546,21 @@ def test_a_magnitudes_page_says_whose_errors_are_over_their_budget() -> None:
     words = read(pages.page(judging())).text
     assert "4100%" in words
     assert "4.1e-1 at 1e4, over budget" in words
+
+
+def test_the_report_of_cycles_as_text() -> None:
+    told = counting() | {"provenance": {}}
+    told["rows"] = [one | {"row": "a row", "kernels": ["forward", "combine"][: len(one["kernels"]) * 2]}
+                    for one in told["rows"]]  # fmt: skip
+    sentence, *table = lines(cycles.report_of(told))[3:]
+    assert sentence.startswith("Cycles of one call by Nsight Compute")
+    assert table == [
+        "a row:",
+        "candidate       cycles  tensor pipe  M instructions  kernels",
+        "tilewise     1,500,000        70.0%            20.0  forward, combine",
+        "torch-cudnn  1,800,000        70.0%            20.0  forward, combine",
+        "flex                 -            -            20.0  -",
+    ]
 
 
 def test_a_cycles_page_counts_and_claims_nothing() -> None:

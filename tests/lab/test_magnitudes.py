@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 
 from support import assert_close, budget, make_problem
 from tilewise import Causal
+from tilewise.lab import report
 from tilewise.lab.candidates.names import make_inputs
 from tilewise.lab.commands import app as cli
-from tilewise.lab.studies import magnitudes
+from tilewise.lab.studies import magnitudes, magnitudes_report
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,7 +63,8 @@ def test_gradients_that_are_all_rounding_are_over_no_budget(monkeypatch: pytest.
         found = {name: magnitudes._is_rounding(name, truth, problem, inputs) for name in ("dq", "dk", "dv")}
         assert found == {"dq": all_rounding, "dk": all_rounding, "dv": False}
     monkeypatch.setattr(magnitudes, "SCALINGS", {"scores": (range(3, 4), scale)})
-    assert magnitudes.over_budget(magnitudes.measure(problem, "cpu", seed)) == []
+    told = magnitudes.to_dict(problem, "cpu", magnitudes.measure(problem, "cpu", seed), {})
+    assert magnitudes_report.over_budget(told) == []
 
 
 def test_what_overflows_has_no_error() -> None:
@@ -78,16 +80,34 @@ def test_what_overflows_has_no_error() -> None:
     assert math.isnan(point.gradients_share)
 
 
-def test_an_error_over_its_budget_is_said() -> None:
+def test_the_report_of_magnitudes() -> None:
+    """As text, in full; the page of the same blocks is in test_html."""
     good, bad = magnitudes.Point(1.0, 1e-7, 2e-7, "", 0.3, 0.4), magnitudes.Point(1e3, 1e-7, 0.49, "", 0.3, 41.0)
-    found = {"scores": {"tilewise": [good], "torch-math": [good, bad]}}
-    ours, theirs = magnitudes.lines(found)
-    assert (ours[4], ours[7]) == ("yes", "yes")
-    assert (theirs[4], theirs[7]) == ("yes", "NO, 1 of 2 over")
-    assert magnitudes.over_budget(found) == [
-        "torch-math: gradients of scores 1e3: error 4.9e-01, 41.0 times its budget"
-    ]
-    assert len(ours) == len(magnitudes.COLUMNS)
+    none = magnitudes.Point(1e4, math.nan, math.nan, "overflows")
+    found = {"scores": {"tilewise": [good], "torch-math": [good, bad, none]}}
+    told = magnitudes.to_dict(make_problem((1, 1, 8, 8)), "h200", found, {})
+    over = "torch-math: gradients of scores 1e3: error 4.9e-1, 41.0 times its budget"
+    assert magnitudes_report.over_budget(told) == [("torch-math", over)]
+    assert (
+        report.lines(magnitudes_report.report_of(told))
+        == f"""\
+tilewise is within its budgets, torch-math not
+{over}
+Interrupted: only what was measured is here.
+magnitudes: float32 q(1,1,8,8) full
+h200; 6 errors
+Errors against float64 as the inputs grow or shrink, each held to a budget from a plain computation.
+scores:
+Inputs that are standard normal at 1, with q and k times the root of a power of ten.
+out: the largest error as a share of its budget:
+candidate                  of its budget  error
+tilewise, 1 of 1 points              30%  1.0e-7 at 1e0
+torch-math, 2 of 3 points            30%  1.0e-7 at 1e0
+gradients: the largest error as a share of its budget:
+candidate                  of its budget  error
+tilewise, 1 of 1 points              40%  2.0e-7 at 1e0
+torch-math, 2 of 3 points          4100%  4.9e-1 at 1e3, over budget; 1 of 2 points are""".splitlines()
+    )
 
 
 @pytest.mark.usefixtures("few")
@@ -99,7 +119,7 @@ def test_the_command_saves_a_record_and_draws_it(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli.app, ["magnitudes", *options])
     assert result.exit_code == 0, result.output
     assert "3 of 3" in result.output
-    assert "every error is within its budget" in result.output
+    assert "Every error is within its budget" in result.output
     (path,) = tmp_path.glob("*.json")
     record = json.loads(path.read_text())
     assert record["kind"] == magnitudes.KIND
@@ -124,7 +144,7 @@ def test_an_interrupt_keeps_the_points_that_are_done(tmp_path: Path, monkeypatch
     options = ["--shape", "1,1,32,16", "--device", "cpu", "--json", str(path), "--html", str(page)]
     result = CliRunner().invoke(cli.app, ["magnitudes", *options])
     assert result.exit_code == 130, result.output
-    assert "interrupted: only what was measured is here" in result.output
+    assert "Interrupted: only what was measured is here." in result.output
     record = json.loads(path.read_text())
     assert not record["complete"]
     assert [len(points) for series in record["series"].values() for points in series.values()] == [3, 3]
@@ -134,4 +154,4 @@ def test_an_interrupt_keeps_the_points_that_are_done(tmp_path: Path, monkeypatch
 @pytest.mark.usefixtures("few")
 def test_quietly_the_outcome_alone() -> None:
     result = CliRunner().invoke(cli.app, ["magnitudes", "--shape", "1,1,32,16", "--device", "cpu", "-q"])
-    assert (result.exit_code, result.stdout) == (0, "every error is within its budget\n")
+    assert (result.exit_code, result.stdout) == (0, "Every error is within its budget\n")

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from support import make_problem
 from tilewise import Causal, Full, Problem
 from tilewise.errors import InvalidInput
+from tilewise.lab import report
 from tilewise.lab.candidates.names import FLEX, OURS, PLAIN, Candidate, make_inputs, sdpa_arguments
 from tilewise.lab.candidates.patterns import NORMAL, Pattern
 from tilewise.lab.measure import accuracy, ahead
@@ -29,7 +30,8 @@ from tilewise.lab.measure.compare import (
     read_comparison,
 )
 from tilewise.lab.measure.worker import Worker
-from tilewise.lab.studies import bench, records, suites, variants
+from tilewise.lab.render import bench_report
+from tilewise.lab.studies import bench, suites, variants
 from tilewise.scores import Where, visible_all
 
 if TYPE_CHECKING:
@@ -293,7 +295,7 @@ CLOSE = Goal(1.5, 1.875, 1.10, 1.05)
     ],
 )
 def test_a_row_reaches_its_floor_its_aim_or_neither(
-    ours: float, peer: float, plain: float, share: float, word: str, capsys: pytest.CaptureFixture[str]
+    ours: float, peer: float, plain: float, share: float, word: str
 ) -> None:
     done = comparison(ours, peer, plain, CLOSE, share)
     assert bench.reached(done) == word
@@ -304,8 +306,7 @@ def test_a_row_reaches_its_floor_its_aim_or_neither(
     again = read_comparison(record["rows"][0])
     assert (again.row.goal, again.row.plain) == (done.row.goal, done.row.plain)
     assert bench.reached(again) == word
-    bench.show([done], records.Record("this run", "", record))
-    assert word in next(line for line in capsys.readouterr().out.splitlines() if "1.50, 1.88" in line)
+    assert word in next(line for line in report.lines(bench_report.report_of(record)) if "1.50, 1.88" in line)
 
 
 def test_a_rate_is_a_goal_too_and_no_goal_is_none() -> None:

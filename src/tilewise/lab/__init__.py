@@ -1,6 +1,6 @@
 """The microscope: run every way to compute an attention problem, each in its own process, and look at it closely.
 
-    units, processes, report   figures with units; how processes of our own start; tables and progress as text
+    units, processes, report   figures with units; how processes of our own start; reports as blocks, and their text
     candidates/    names -> callables, and the tensors they get
         names, inputs        every candidate by name; its tensors, from a seed or a file
         rivals, flags        other packages' attention; PyTorch's switches
@@ -16,7 +16,7 @@
     studies/       what a command finds out: inspect, switches, bench (suites, drawn, records), check, magnitudes, tune,
                    ladder, cycles, diff, builds
     watch/         every attention call of a program: trace, traced, torchrun, trace_report
-    render/        records as HTML pages, pictures, long texts, and tables of the documents
+    render/        reports of records (inspect, bench), their pages (blocks, pages), pictures, tables of the documents
     commands/      the `tilewise` command: one file per subcommand; app lists them, command has what they are made of,
                    options and output the groups of options that they share
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -143,6 +143,23 @@ class Bars:
         return Table(["candidate", f">{self.columns[0]}", self.columns[1]], rows).shown()
 
 
+class RatioGroup(NamedTuple):
+    """Bars about 1 under a name, and what they come to."""
+
+    name: str
+    summed: str
+    bars: Sequence[Line]
+
+
+@dataclass(frozen=True, slots=True)
+class Ratios:
+    """Groups of bars on one logarithmic axis about 1. As text what each group comes to: a table has the ratios."""
+
+    groups: Sequence[RatioGroup]
+    keys: Sequence[tuple[str, str]]  # colours and what they mean
+    is_folded: bool = False
+
+
 class Dot(NamedTuple):
     """A measured point of a roofline: operations per byte, and operations per second."""
 
@@ -237,15 +254,16 @@ class Shares:
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """What a page unfolds; as text it stands there."""
+    """What a page unfolds; as text it stands there, unless the text has it elsewhere."""
 
     summary: Inline
     blocks: Sequence[Block]
     is_open: bool = False
     is_boxed: bool = False
+    in_text: bool = True
 
 
-Block = Words | Table | Bars | Shares | Fold | Roofline | Lanes | Facts | Heading
+Block = Words | Table | Bars | Shares | Ratios | Fold | Roofline | Lanes | Facts | Heading
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,14 +282,15 @@ class Report:
     """The answer first, then the facts that qualify it, then the sections."""
 
     command: str  # whose report it is
-    subject: str
+    subject: Inline
     claim: Inline  # the answer, in few words
     sentence: str  # the answer, in a sentence
     facts: Sequence[str] = ()
     lead: str = ""  # a sentence or two of explanation
     warnings: Sequence[str] = ()  # what a reader must know before believing the figures
     failures: Sequence[str] = ()
-    sections: Sequence[Section] = field(default_factory=list)
+    sections: Sequence[Section] = ()
+    last: str = ""  # what a text ends with
 
 
 def show(shown: Report, *, verbose: bool = False, quiet: bool = False) -> None:
@@ -290,11 +309,14 @@ def lines(shown: Report, *, verbose: bool = False, quiet: bool = False) -> list[
 
 
 def _parts(shown: Report, *, verbose: bool, quiet: bool) -> Iterator[str | Table]:
-    yield shown.sentence
-    yield from shown.warnings
-    if quiet:
-        return
-    yield f"{shown.command}: {shown.subject}"
+    yield from filter(None, [shown.sentence, *shown.warnings])
+    if not quiet:
+        yield from _body(shown, verbose=verbose)
+    yield from filter(None, [shown.last])
+
+
+def _body(shown: Report, *, verbose: bool) -> Iterator[str | Table]:
+    yield f"{shown.command}: {text_of(shown.subject)}"
     yield from ["; ".join(map(text_of, shown.facts))] if shown.facts else []
     yield from [shown.lead] if shown.lead and shown.lead not in shown.sentence else []
     yield from shown.failures
@@ -323,7 +345,9 @@ def _texts(blocks: Sequence[Block]) -> Iterator[str | Table]:
             for lane in block.lanes:
                 yield f"{lane.name}, {lane.small}:"
                 yield from _texts(lane.blocks)
-        elif isinstance(block, Fold):
+        elif isinstance(block, Ratios):
+            yield from (f"{group.name}: {group.summed}" for group in block.groups)
+        elif isinstance(block, Fold) and block.in_text:
             inside = list(_texts(block.blocks))
             if any(isinstance(part, str) for part in inside):
                 yield text_of(block.summary)
@@ -332,7 +356,7 @@ def _texts(blocks: Sequence[Block]) -> Iterator[str | Table]:
 
 def text_of(content: object) -> str:
     if isinstance(content, Phrase | Lines):
-        return ("" if isinstance(content, Phrase) else "; ").join(content)
+        return ("" if isinstance(content, Phrase) else "; ").join(map(text_of, content))
     text = str(content)
     return f"{text[:_LONGEST_KERNEL]}..." if isinstance(content, Kernel) and len(text) > _LONGEST_KERNEL else text
 
@@ -417,10 +441,6 @@ def _rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> rich.t
         bad = any(cell.startswith(_BAD) for cell in row)
         table.add_row(*row, style="red" if bad else "")
     return table
-
-
-def print_json(value: Any) -> None:
-    print(to_json(value))
 
 
 def to_json(value: Any) -> str:

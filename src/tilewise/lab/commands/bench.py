@@ -13,11 +13,13 @@ import typer
 
 from ...errors import InvalidInput
 from ...native import library
+from .. import report
 from ..measure import environment
 from ..measure.compare import Settings
 from ..measure.pool import Pool
+from ..render import bench_report, plots
 from ..studies import bench as benches
-from ..studies import host, records, suites
+from ..studies import host, kept, records, suites
 from .command import grouped, refuse_ignored, taking
 from .options import Only, RunOptions, leave, need_device
 from .output import OutputOptions, check_folder
@@ -57,7 +59,7 @@ def bench(
     if output.record is not None:
         refuse_ignored("with --record", *_OF_RUNS, "suite", "repeat", "save", "results")
         earlier = records.read(output.record)
-        _show_bench(earlier, earlier.comparisons, plot, output)
+        _show_bench(earlier, plot, output)
         return
     run = replace(run, seed=seed)
     if host.SUITE in (suite or ()):
@@ -86,7 +88,7 @@ def bench(
             settings = _settings(name, rows, run, seconds)
             done = benches.run(rows, settings, pool)
             result = benches.record(name, done, settings, environment.command_line())
-            _show_bench(records.Record("this run", "", result), done, plot, output)
+            _show_bench(records.Record("this run", "", result), plot, output)
             if not all(comparison.complete for comparison in done):
                 break
     leave(done)
@@ -120,12 +122,10 @@ def _measure_host(output: OutputOptions, rounds: int) -> None:
     output.deliver(result, lambda: print(*host.lines(costs), sep="\n"))
 
 
-def _show_bench(
-    record: records.Record, comparisons: list[Comparison], plot: Path | None, output: OutputOptions
-) -> None:
-    output.deliver(record.values, lambda: benches.show(comparisons, record, **output.looks))
+def _show_bench(record: records.Record, plot: Path | None, output: OutputOptions) -> None:
+    notes = [f"note: {mark}" for mark in record.marks()]
+    shown = bench_report.report_of(kept.expanded(record.values), notes)
+    output.deliver(record.values, lambda: report.show(shown, **output.looks))
     if plot is not None:
-        from ..render import plots  # noqa: PLC0415  (loaded where something is drawn)
-
         for path in plots.draw(record, plot):
             print(f"drew {path}", file=sys.stderr)

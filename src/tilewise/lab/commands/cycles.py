@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from .. import report
 from ..measure import environment
 from ..studies import cycles as cyclecount
 from ..studies import suites
@@ -26,4 +27,4 @@ def cycles(
     rows = suites.suite(suite, tuple(only or ()), run.extra(), run.seed)
     found = cyclecount.measure(rows, run.seed, run.time_limit)
     result = cyclecount.record(suite, found, run.seed, environment.command_line())
-    output.deliver(result, lambda: cyclecount.show(found))
+    output.deliver(result, lambda: report.show(cyclecount.report_of(result)))

@@ -13,6 +13,7 @@ from ..candidates.names import OURS
 from ..measure import environment
 from ..render import magnitudes_plot
 from ..studies import magnitudes as measuring
+from ..studies import magnitudes_report
 from .command import FAILED, INTERRUPTED, grouped, taking
 from .options import ProblemOptions, RunOptions  # noqa: TC001  (typer reads the annotations)
 from .output import OutputOptions, check_file, check_folder
@@ -36,21 +37,11 @@ def magnitudes(
         found = measuring.measure(asked, where, run.seed, run.extra(), bar.tick)
     provenance = environment.provenance(run.seed, environment.command_line())
     record = measuring.to_dict(asked, Target.of(where).name, found, provenance)
-    over, complete = measuring.over_budget(found), measuring.complete(found)
-
-    def show() -> None:
-        if not output.quiet:
-            print(f"{asked} on {Target.of(where).name}")
-            report.print_table(measuring.COLUMNS, measuring.lines(found))
-        print("\n".join(f"OVER BUDGET: {text}" for text in over) or "every error is within its budget")
-        if not complete:
-            print("interrupted: only what was measured is here")
-
-    output.deliver(record, show)
+    output.deliver(record, lambda: report.show(magnitudes_report.report_of(record), **output.looks))
     if plot is not None and found:
         magnitudes_plot.draw(record, plot)
         typer.echo(f"drew {plot}", err=True)
-    if not complete:
+    if not record["complete"]:
         raise typer.Exit(INTERRUPTED)
-    if any(text.startswith(f"{OURS}:") for text in over):
+    if any(name == OURS for name, _ in magnitudes_report.over_budget(record)):
         raise typer.Exit(FAILED)

@@ -6,7 +6,7 @@ from functools import singledispatch
 from typing import TYPE_CHECKING, Any
 
 from .. import units
-from ..report import Bars, Code, Facts, Fold, Heading, Lanes, Line, Lines, Phrase, Roofline, Shares, Table, Words
+from ..report import Bars, Facts, Fold, Heading, Lanes, Line, Lines, Ratios, Roofline, Shares, Table, Words
 from . import charts, html
 from .html import Markup
 from .views import KINDS, OTHER_KIND, kind_of
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def page(shown: Report, record: dict[str, Any]) -> str:
     """The whole page, with the environment of the record that the report was made from."""
     head = html.Head(
-        about=Phrase((f"tilewise {shown.command} · ", Code(shown.subject))),
+        about=Markup(f"tilewise {shown.command} · {html.text(shown.subject)}"),
         claim=shown.claim,
         facts=shown.facts,
         lead=shown.lead,
@@ -83,6 +83,27 @@ def _(block: Shares) -> Markup:
         ]  # fmt: skip
         parts += [html.subheading(title), charts.shares(bars, f"{block.caption} of {limit}")]
     return Markup("".join(parts))
+
+
+@draw.register
+def _(block: Ratios) -> Markup:
+    """The bars have whiskers, and the interval beside the value."""
+    ends = charts.scale_of(one.value for group in block.groups for one in group.bars)
+    parts = [charts.legend(block.keys)]
+    for name, summed, bars in block.groups:
+        shown = [
+            one._replace(text=Markup(f'{one.text} <span class="aside">{html.text(one.aside)}</span>')) for one in bars
+        ]
+        chart = charts.ratios(shown, ends, name)
+        if block.is_folded:
+            parts.append(html.fold(Markup(f"<strong>{html.text(name)}</strong> · {summed}"), chart, kind="fold box"))
+        else:
+            parts += [html.subheading(Markup(f'{html.text(name)} <small class="note">{summed}</small>')), chart]
+    return Markup("".join(parts))
+
+
+def _with_interval(one: Line) -> Markup:
+    return Markup(f'{html.text(one.text)} <span class="aside">{html.text(one.aside)}</span>')
 
 
 @draw.register

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from ..report import Bad, Candidate, Code, Good, Kernel, Lines, More, Ours, Phrase
+from ..report import Bad, Candidate, Code, Good, Kernel, Lines, More, Ours, Phrase, whys_and_remedies
 from .roles import role_of, short_name
 from .style import STYLE
 from .views import kind_of
@@ -222,22 +222,9 @@ def listing(items: Iterable[object], kind: str = "") -> Markup:
     return Markup(f"<ul{named}>{''.join(f'<li>{text(item)}</li>' for item in items)}</ul>")
 
 
-def refusals(refused: dict[str, Sequence[str]], gpu_only: Sequence[str] = ()) -> list[Section]:
-    """The candidates that refuse the problem; empty if none does."""
-    return [section("Refused", refusal_table(refused, gpu_only))] if refused else []
-
-
-def refusal_table(refused: dict[str, Sequence[str]], gpu_only: Sequence[str] = ()) -> Markup:
-    """Every reason and its remedy. Those of `gpu_only` share a line: on a CPU they have one reason."""
-    rows: list[list[object]] = []
-    for name, reasons in refused.items():
-        if name in gpu_only:
-            continue
-        pairs = [reason.partition(" -> ")[::2] for reason in reasons]
-        whys, remedies = ([pair[side] for pair in pairs] for side in (0, 1))
-        rows.append([code(name), listing(whys, "plain"), listing(remedies, "plain")])
-    if gpu_only:
-        rows.append([Markup(", ".join(map(code, gpu_only))), "made for GPUs", "run on a GPU"])
+def refusal_table(refused: dict[str, list[str]]) -> Markup:
+    """Every reason and its remedy."""
+    rows = [[code(name), *whys_and_remedies(reasons)] for name, reasons in refused.items()]
     return table(("candidate", "why", "what would change that"), rows, "Refused")
 
 

@@ -73,7 +73,7 @@ def report_of(told: Told) -> Report:
     ]  # fmt: skip
     return Report(
         "inspect",
-        str(Problem.from_dict(told["plan"]["problem"])),
+        Code(Problem.from_dict(told["plan"]["problem"])),
         claim(ours, default),
         sentence(comparison, told["plan"]["backend"], choice),
         [fact for fact in facts if fact],
@@ -237,11 +237,6 @@ def _cells(entry: Entry, seen: View, host: dict[str, float] | None, flops: float
 
 def _with(entry: Entry | None) -> list[str]:
     return [other.name for other in entry.also] if entry else []
-
-
-def _spread(part: dict[str, float]) -> str:
-    clock = units.Clock.of([part["median"]])
-    return f"{clock.spread(part)} {clock.unit}"
 
 
 def _ceilings(told: Told, seen: View) -> list[Section]:

@@ -16,37 +16,33 @@ from html import unescape
 from typing import TYPE_CHECKING, Any
 
 from ...errors import InvalidInput
-from ..studies import check, kept
+from ..studies import check, cycles, kept, magnitudes_report
 from ..watch import trace_report
-from . import bench_page as _bench
-from . import blocks, inspect_report
-from . import cycles_page as _cycles
-from . import ladder_page as _ladder
-from . import magnitudes_page as _magnitudes
-from . import tune_page as _tune
+from . import bench_report, blocks, inspect_report, ladder_page, tune_page
 from .html import identity
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from ..studies.records import Record
+    from ..report import Report
 
 
-def _check(told: dict[str, Any]) -> str:
-    return blocks.page(check.report_of(check.Check.from_dict(told), told.get("provenance") or {}), told)
+def _check(told: dict[str, Any]) -> Report:
+    return check.report_of(check.Check.from_dict(told), told.get("provenance") or {})
 
 
-_PAGES: dict[str, Callable[[dict[str, Any]], str]] = {
-    "tilewise inspect": lambda told: blocks.page(inspect_report.report_of(told), told),
-    "tilewise bench": _bench.bench_page,
-    "tilewise tune": _tune.tune_page,
-    "tilewise trace": lambda told: blocks.page(trace_report.report_of(told), told),
+_REPORTS: dict[str, Callable[[dict[str, Any]], Report]] = {
+    "tilewise inspect": inspect_report.report_of,
+    "tilewise bench": bench_report.report_of,
+    "tilewise trace": trace_report.report_of,
     "tilewise check": _check,
-    "tilewise ladder": _ladder.ladder_page,
-    "tilewise magnitudes": _magnitudes.magnitudes_page,
-    "tilewise cycles": _cycles.cycles_page,
+    "tilewise magnitudes": magnitudes_report.report_of,
+    "tilewise cycles": cycles.report_of,
 }
+_PAGES: dict[str, Callable[[dict[str, Any]], str]] = {
+    kind: lambda told, report_of=report_of: blocks.page(report_of(told), told) for kind, report_of in _REPORTS.items()
+} | {"tilewise tune": tune_page.tune_page, "tilewise ladder": ladder_page.ladder_page}
 _IDENTITY = re.compile(r'<meta name="tilewise-record" content="([^"]*)">')
 
 
@@ -56,14 +52,6 @@ def page(record: dict[str, Any]) -> str:
     if kind not in _PAGES:
         raise InvalidInput("record", f"of kind {kind!r}", f"one of {', '.join(_PAGES)}", "name a record of such a kind")
     return _PAGES[kind](kept.expanded(record))
-
-
-def inspect_page(told: dict[str, Any]) -> str:
-    return page(told)
-
-
-def bench_page(record: Record) -> str:
-    return page(record.values)
 
 
 def rebuilt(text: str, results: Path) -> str | None:

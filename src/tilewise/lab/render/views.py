@@ -57,6 +57,7 @@ class Entry:
     speed_default: Speed | None = None  # against PyTorch's default choice
     errors: dict[str, float] = field(default_factory=dict)  # norm-wise, by tensor
     memory: int | None = None
+    overhead: dict[str, float] | None = None  # seconds that a call takes the host
     also: list[Entry] = field(default_factory=list)  # candidates that ran the same kernels
 
     @property
@@ -125,7 +126,7 @@ def view(comparison: dict[str, Any]) -> View:
         entry.speed = None if name == best else Speed.of(values["speed"])
         entry.speed_default = None if name == DEFAULT else Speed.of(values["speed_default"])
         entry.errors = {tensor: float(kinds["norm"]) for tensor, kinds in values["errors"].items()}
-        entry.memory = values["memory"]
+        entry.memory, entry.overhead = values["memory"], values.get("overhead_seconds")
         entries[name] = entry
     _merge(entries, {name: str(values["same_as"]) for name, values in told.items()})
     return View(
@@ -213,3 +214,9 @@ def error_cells(entry: Entry, seen: View, *tensors: str) -> list[str]:
     budget = seen.budgets.get(tensor)
     share = "-" if not budget else units.percent(value / budget)
     return [units.error(value), Bad(share) if budget and not value <= budget else share]
+
+
+def spread(part: dict[str, float]) -> str:
+    """From the 20th to the 80th percentile, in the unit of the median."""
+    clock = units.Clock.of([part["median"]])
+    return f"{clock.spread(part)} {clock.unit}"

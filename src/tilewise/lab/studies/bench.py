@@ -19,26 +19,19 @@ from ...target import TARGETS
 from .. import report
 from ..candidates.cached import CACHED, INVARIANT, PAGES_16, PAGES_64
 from ..candidates.names import DETERMINISTIC, FA3, FA4, FLASHINFER, OURS, PLAIN, VARLEN, Candidate
-from ..measure import ahead, environment, noise, words
+from ..measure import ahead, environment, noise
 from ..measure.clocks import Watch
-from ..measure.compare import REFUSED, UNVERIFIED, Comparison, Goal, Row, compare_all, geomean, steps, summary
+from ..measure.compare import UNVERIFIED, Comparison, Goal, Row, compare_all, geomean, steps, summary
 from ..measure.statistics import FASTER, SLOWER
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from ..measure.compare import Outcome, Settings
+    from ..measure.compare import Settings
     from ..measure.pool import Pool
     from ..measure.statistics import Speed
-    from .records import Record
 
 RESULTS = Path("benchmarks/results")
-_COLUMNS = (
-    "row", "candidate", "verdict", ">ms", ">p20..p80", ">speed", ">TFLOP/s", ">host us", ">MiB", ">error",
-    ">grad error",
-)  # fmt: skip
-
-
 BEHIND, FAR_BEHIND = 0.97, 0.85  # ratios: what noise may do, and what it may not
 _METHOD_WORDS = {"wall": "eager"}
 RIVALS = {
@@ -218,40 +211,6 @@ def sums(comparisons: list[Comparison]) -> dict[str, Any]:
     return {"score": score(comparisons)._asdict(), "scores": kinds}
 
 
-def show(comparisons: list[Comparison], record: Record, *, verbose: bool = False, quiet: bool = False) -> None:
-    """One line per row and candidate; what went wrong, with -v the refusals; last the score against the fastest."""
-    for mark in record.marks():
-        print(f"note: {mark}")
-    for text in dict.fromkeys(text for comparison in comparisons for text in comparison.noise):
-        print(f"noisy: {text}")
-    if quiet:
-        print(score(comparisons))
-        return
-    print(f"device: {record.device}")
-    report.print_table(_COLUMNS, [cells for comparison in comparisons for cells in _lines(comparison)])
-    print(f"speed: against PyTorch's best path; {words.LEGEND}")
-    for comparison in comparisons:
-        for outcome in comparison.outcomes:
-            if outcome.failed or (verbose and outcome.verdict == REFUSED):
-                print(f"{comparison.row.name}: {outcome.candidate}: {'; '.join([outcome.verdict, *outcome.because])}")
-    if not all(comparison.complete for comparison in comparisons):
-        print("interrupted: only what was measured is here")
-    if without := [c for c in comparisons if against_fastest(c) is None]:
-        print(f"rows without a ratio, for want of a right answer of ours or of another's: {len(without)}")
-    for rival, name in RIVALS.items():
-        if told := standings(OURS, rival, comparisons):
-            print(f"{told} {name}")
-    if any(comparison.row.goal for comparison in comparisons):
-        report.print_table(GOAL_COLUMNS, [goal_cells(comparison) for comparison in comparisons])
-        print(GOAL_LEGEND)
-    if memory := memory_lines(comparisons, record.device):
-        report.print_table(MEMORY_COLUMNS, memory)
-        print(MEMORY_LEGEND)
-    for kind, found in scores(comparisons).items():
-        print(f"{kind}: {found}, {found.shares}")
-    print(score(comparisons))
-
-
 MEMORY_COLUMNS = ("row", ">us", ">memory's bound, us", ">of its rate")
 MEMORY_LEGEND = "memory's bound: what a forward must read and write at least, at the rate of the data sheet"
 
@@ -326,26 +285,6 @@ def goal_cells(comparison: Comparison) -> list[str]:
     ]
 
 
-def _lines(comparison: Comparison) -> list[list[str]]:
-    return [
-        [comparison.row.name, outcome.candidate, outcome.verdict, *_figures(comparison, outcome)]
-        for outcome in comparison.outcomes
-    ]
-
-
-def _figures(comparison: Comparison, outcome: Outcome) -> list[str]:
-    timed = summary(outcome.samples)
-    return [
-        report.milliseconds(timed),
-        report.spread(timed),
-        words.cell(comparison.versus(outcome, comparison.best_peer())),
-        report.rate(_flops(comparison.row, outcome), timed),
-        report.microseconds(summary(outcome.overhead)),
-        report.mebibytes(outcome.memory),
-        words.error_cell(outcome, "out"),
-        words.error_cell(outcome, *(name for name in outcome.errors if name.startswith("d"))),
-    ]
-
-
-def _flops(row: Row, outcome: Outcome) -> int:
-    return row.flops_of(row.plain.problem) if outcome.candidate == PLAIN and row.plain else row.flops
+def flops_of(row: Row, candidate: str) -> int:
+    """Of all that is timed: the plain problem's, where that is what the candidate answers."""
+    return row.flops_of(row.plain.problem) if candidate == PLAIN and row.plain else row.flops

@@ -298,7 +298,7 @@ def report_of(found: Check, provenance: dict[str, Any]) -> Report:
     refused = {outcome.candidate: outcome.because for outcome in found.outcomes if outcome.verdict == REFUSED}
     return Report(
         "check",
-        str(found.problem),
+        Code(found.problem),
         _claim(found, asked, wrong),
         found.sentence(),
         [fact for fact in facts if fact],

@@ -93,7 +93,7 @@ def report_of(told: dict[str, Any]) -> Report:
     warnings = [] if told.get("complete", True) else ["Interrupted: only what was seen is here."]
     return Report(
         "trace",
-        told.get("program", "a program"),
+        Code(told.get("program", "a program")),
         _claim(sites, total),
         _sentence(sites, total, told.get("ranks", 0)),
         [fact for fact in facts if fact],
