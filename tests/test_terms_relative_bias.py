@@ -21,8 +21,8 @@ def table_case(dtype: Any, dim: int, mask: Any, span: int, zero: int, number: st
 
 
 @emulated
-@both_ways
 @everywhere
+@both_ways
 def test_relative_bias(monkeypatch: Any, backend: Any, dtype: Any, dim: int, mask: Any, back: bool) -> None:
     """A table of all distances in float32, and one of few in the dtype of q."""
     own = str(dtype).removeprefix("torch.")

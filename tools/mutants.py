@@ -105,12 +105,15 @@ def stages(group: Group, file: str) -> Iterator[tuple[tuple[str, ...], str]]:
     known = dict.fromkeys(group.tests + group.wider)
     nearest = NEAREST.get(file) or tuple(test for test in known if Path(file).stem in test)
     rest, wider = (tuple(test for test in tests if test not in nearest) for tests in (group.tests, group.wider))
+    in_cpp = file.endswith(".cuh")
     if nearest:
         yield nearest, BOTH
+    if nearest and in_cpp:
+        yield nearest, NIGHTLY
     # Gates run kernels on a model, which takes long and says little about Python.
-    for markers in (BOTH,) if file.endswith(".cuh") else (PLAIN, GATES):
+    for markers in (BOTH,) if in_cpp else (PLAIN, GATES):
         yield from ((tests, markers) for tests in (rest, wider) if tests)
-    if nearest:
+    if nearest and not in_cpp:
         yield nearest, NIGHTLY
 
 

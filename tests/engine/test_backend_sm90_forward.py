@@ -151,6 +151,21 @@ def test_blocks_that_do_several_tiles_on_the_model(monkeypatch, dims, mask):
     assert_near(*run_on_the_model(monkeypatch, problem, inputs, config, two), inputs, problem)
 
 
+@emulated
+def test_sums_that_are_not_a_number_spoil_no_later_tile(monkeypatch):
+    """One CTA takes the tiles of all heads one after another."""
+    problem, target = problem_of((140, 140), (64, 64), (2, 2), mask=Causal()), dataclasses.replace(H200, sms=1)
+    q, k, v = inputs_of(problem)
+    clean, clean_lse = run_on_the_model(monkeypatch, problem, (q, k, v), target=target)
+    for head in range(2):
+        spoiled = k.clone()
+        spoiled[:, head] = torch.nan
+        out, lse = run_on_the_model(monkeypatch, problem, (q, spoiled, v), target=target)
+        assert out[:, head].isnan().all()
+        assert torch.equal(out[:, 1 - head], clean[:, 1 - head])
+        assert torch.equal(lse[:, 1 - head], clean_lse[:, 1 - head])
+
+
 SPLIT = {"split": True, "mask": 1, "consumers": 1, "block_kv": 16, "pingpong": False}
 
 
