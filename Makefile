@@ -17,7 +17,7 @@ endif
 # With REPORTS=folder every job leaves a JUnit report there.
 REPORT = $(if $(REPORTS),--junitxml=$(REPORTS)/$@.xml)
 
-.PHONY: run native wheel-native test kernel-gates thunder libraries nightly compilers newest instrument-check mutants check format golden docs evidence evidence-check screenshots gpu-check gpu-nightly environments clean
+.PHONY: run native wheel-native test kernel-gates thunder libraries nightly compilers newest instrument-check mutants check format golden docs site evidence evidence-check screenshots gpu-check gpu-nightly environments clean
 
 run: $(SETUP)
 	$(PYTHON) -m tilewise inspect --shape 1,8,2048,64 --dtype float32 --mask window:256,0 --html report.html
@@ -99,6 +99,11 @@ golden: $(SETUP)
 docs: $(SETUP)
 	$(PYTHON) -m tilewise docs
 
+# README.md and docs/ with an API reference from the docstrings (mkdocs.yml), into build/site. A warning is an error
+# (--quiet would hide warnings from --strict); the variable silences a notice about the theme's successor.
+site: .venv-site/.installed
+	NO_MKDOCS_2_WARNING=1 .venv-site/bin/python -m mkdocs build --strict
+
 # What README.md and docs/ cite, measured where it is missing or older than the kernels. Ends after MINUTES (8.5 by
 # default), and goes on from there the next time.
 evidence: $(SETUP)
@@ -142,7 +147,7 @@ $(STAMP): pyproject.toml constraints.txt constraints-cpu.txt .ci/torch.txt
 	  > "$$(.venv-nvrtc-$*/bin/python -c "import site; print(*site.getsitepackages())")/development.pth"
 	$(if $(filter newest,$*),,touch $@)
 
-environments: $(STAMP) .venv-thunder/.installed .venv-libraries/.installed
+environments: $(STAMP) .venv-thunder/.installed .venv-libraries/.installed .venv-site/.installed
 
 clean:
-	rm -rf $(VENV) .venv-thunder .venv-libraries .venv-newest .venv-nvrtc-* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-thunder .venv-libraries .venv-site .venv-newest .venv-nvrtc-* .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -78,7 +78,7 @@ def test_every_job_of_the_makefile_reports():
     """`.ci/run` gives each job a folder for its report, and asks about the whole."""
     script = (ROOT / ".ci" / "run").read_text()
     assert "executed.py" in script
-    for name in ("check", "test", "kernel-gates", "thunder", "libraries"):
+    for name in ("check", "site", "test", "kernel-gates", "thunder", "libraries"):
         assert name in script
 
 
@@ -120,7 +120,7 @@ def test_every_package_of_the_development_environment_is_pinned():
     assert reached("tilewise", "dev") - pinned(*files) == {"tilewise"}
 
 
-@pytest.mark.parametrize("file", ["torch", "thunder", "libraries"])
+@pytest.mark.parametrize("file", ["torch", "thunder", "libraries", "site"])
 def test_every_package_that_ci_asks_for_is_pinned(file):
     lines = (ROOT / ".ci" / f"{file}.txt").read_text().splitlines()
     names = {canonicalize_name(line.split("==")[0].rstrip("=")) for line in lines if line[0] not in "#-"}
