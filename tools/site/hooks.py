@@ -25,7 +25,12 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN = Path(__file__).parent  # what only the site has
-PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
+}
 LANGUAGES = {".py": "python", ".cuh": "cpp", ".cpp": "cpp", ".h": "cpp", ".toml": "toml", ".txt": "text"}
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)(?=[)#])")
 LOADED = {"script": "src", "img": "src", "source": "srcset", "iframe": "src"}
