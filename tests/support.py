@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from importlib import metadata
 
 import torch
 from hypothesis import strategies as st
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tilewise import Causal, Documents, Full, Problem, Window
 from tilewise.masks import Dense, Mask
@@ -189,3 +192,15 @@ def assert_close(got: Tensor, want: Tensor, tolerance: float, what: str = "out")
     error = (got - want).norm().item()
     size = max(want.norm().item(), 0.05 * want.numel() ** 0.5)
     assert error <= tolerance * size, f"{what}: relative error {error / size:.2e}, allowed {tolerance:.2e}"
+
+
+def reached(name: str, extra: str = "", seen: set[tuple[str, str]] | None = None) -> set[str]:
+    """The distributions that one needs in this environment, itself included."""
+    seen = set() if seen is None else seen
+    if (name, extra) not in seen:
+        seen.add((name, extra))
+        for requirement in map(Requirement, metadata.requires(name) or ()):
+            if not requirement.marker or requirement.marker.evaluate({"extra": extra}):
+                for wanted in ("", *requirement.extras):
+                    reached(canonicalize_name(requirement.name), wanted, seen)
+    return {package for package, _ in seen}

@@ -9,8 +9,9 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from support import reached
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = {
@@ -78,7 +79,7 @@ def test_every_job_of_the_makefile_reports():
     """`.ci/run` gives each job a folder for its report, and asks about the whole."""
     script = (ROOT / ".ci" / "run").read_text()
     assert "executed.py" in script
-    for name in ("check", "test", "kernel-gates", "thunder", "libraries"):
+    for name in ("check", "site", "release", "test", "kernel-gates", "thunder", "libraries"):
         assert name in script
 
 
@@ -101,18 +102,6 @@ def pinned(*files: str) -> set[str]:
     return {canonicalize_name(line.split("==")[0].rstrip("=")) for line in lines if not line.startswith("#")}
 
 
-def reached(name: str, extra: str = "", seen: set[tuple[str, str]] | None = None) -> set[str]:
-    """The package and all that it needs in this environment."""
-    seen = set() if seen is None else seen
-    if (name, extra) not in seen:
-        seen.add((name, extra))
-        for requirement in map(Requirement, metadata.requires(name) or ()):
-            if not requirement.marker or requirement.marker.evaluate({"extra": extra}):
-                for wanted in ("", *requirement.extras):
-                    reached(canonicalize_name(requirement.name), wanted, seen)
-    return {package for package, _ in seen}
-
-
 def test_every_package_of_the_development_environment_is_pinned():
     if any(line.startswith("triton") for line in metadata.requires("torch") or ()):
         pytest.skip("torch is a CUDA build, which pins much itself")
@@ -120,7 +109,7 @@ def test_every_package_of_the_development_environment_is_pinned():
     assert reached("tilewise", "dev") - pinned(*files) == {"tilewise"}
 
 
-@pytest.mark.parametrize("file", ["torch", "thunder", "libraries"])
+@pytest.mark.parametrize("file", ["torch", "thunder", "libraries", "site", "release"])
 def test_every_package_that_ci_asks_for_is_pinned(file):
     lines = (ROOT / ".ci" / f"{file}.txt").read_text().splitlines()
     names = {canonicalize_name(line.split("==")[0].rstrip("=")) for line in lines if line[0] not in "#-"}
