@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import call_changes
 import emulation
 import tilewise
 from support import assert_close, budget
@@ -484,22 +485,13 @@ def test_whatever_differs_is_another_call(hopper):
     tensors = inputs()
     warm(hopper)
     q, k, v = tensors
-    shifted = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).copy_(q)
-    longer = torch.cat([k, k], 2)
-    others = {
-        "strides": (q.transpose(1, 2).contiguous().transpose(1, 2), k, v),
-        "alignment": (shifted, k, v),
-        "length": (q, longer, longer),
-        "dtype": (q.half(), k.half(), v.half()),
-        "gradient": (q.clone().requires_grad_(), k, v),
-    }
     assert native.attend(q, k, v, *DEFAULTS) is not None
-    for name, given in others.items():
-        assert native.attend(*given, *DEFAULTS) is None, name
+    for name, change in call_changes.INPUTS.items():
+        assert native.attend(*change(q, k, v), *DEFAULTS) is None, name
     for change in ({"mask": "causal"}, {"scale": 0.5}, {"softcap": 1.0}, {"return_lse": True}, {"layout": "bshd"}):
         assert native.attend(q, k, v, *defaults("sm90", **change)) is None, change
     with torch.no_grad():
-        assert native.attend(others["gradient"][0], k, v, *DEFAULTS) is not None
+        assert native.attend(q.clone().requires_grad_(), k, v, *DEFAULTS) is not None
     with op.deterministic_algorithms():
         assert native.attend(q, k, v, *DEFAULTS) is None
     memo.invalidate()
