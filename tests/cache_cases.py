@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from one_sequence import attend
 from support import budget, rounding_budget
 
 Tensor = torch.Tensor
@@ -132,37 +133,17 @@ def _unused_are_wild(table: Tensor, case: Case) -> Tensor:
 
 def expected(case: Case, made: Made) -> tuple[Tensor, Tensor]:
     """out and lse in float64, shaped as `attention_cached` gives them."""
-    outs, lses = [], []
-    heads, heads_kv = case.heads
+    found = []
     for number, (q, k, v) in enumerate(made.apart):
-        tokens, keys = q.shape[0], k.shape[0]
-        q64 = q.double().transpose(0, 1)
-        k64, v64 = (x.double().repeat_interleave(heads // heads_kv, 1).transpose(0, 1) for x in (k, v))
-        scores = q64 @ k64.transpose(1, 2) / math.sqrt(case.dims[0])
-        if "softcap" in case.terms:
-            scores = SOFTCAP * torch.tanh(scores / SOFTCAP)
-        at = torch.arange(tokens, device=q.device)[:, None] + keys - tokens
-        key = torch.arange(keys, device=q.device)[None]
-        if made.slopes is not None:
-            slopes = made.slopes[number] if made.slopes.ndim == 2 else made.slopes
-            scores = scores - slopes.double()[:, None, None] * (at - key).abs()
-        seen = torch.ones(tokens, keys, dtype=torch.bool, device=q.device)
-        if case.causal:
-            seen &= key <= at
-        if case.window is not None:
-            seen &= key >= at - case.window
-        if made.keep is not None:
-            seen = seen & made.keep[number, :, :, :keys]
-        scores = scores.masked_fill(~seen, -math.inf)
-        logits = scores
-        if made.sink is not None:
-            logits = torch.cat([scores, made.sink.double()[:, None, None].expand(heads, tokens, 1)], -1)
-        lse = scores.new_full((heads, tokens), -math.inf)
-        if logits.shape[-1]:
-            lse = torch.logsumexp(logits, -1)
-        weights = torch.exp(scores - lse[..., None].masked_fill(lse[..., None] == -math.inf, 0.0))
-        outs.append((weights @ v64).transpose(0, 1))
-        lses.append(lse)
+        slopes = made.slopes if made.slopes is None or made.slopes.ndim == 1 else made.slopes[number]
+        keep = None if made.keep is None else made.keep[number, :, :, : len(k)]
+        options = {
+            "causal": case.causal,
+            "window": (-1 if case.window is None else case.window, -1),
+            "softcap": SOFTCAP if "softcap" in case.terms else 0.0,
+        }
+        found.append(attend(q, k, v, slopes=slopes, sink=made.sink, keep=keep, **options))
+    outs, lses = zip(*found, strict=True)
     if isinstance(case.tokens, tuple):
         return torch.cat(outs), torch.cat(lses, 1)
     return torch.stack(outs), torch.stack(lses)

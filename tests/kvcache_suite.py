@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from one_sequence import attend
 from support import rounding_budget
 from tilewise.integrations.flash_attn import flash_attn_with_kvcache
 
@@ -94,7 +95,8 @@ def check(case: Case, device: str) -> None:
             torch.stack([cache[place(p)] for p in range(first, end)]) if end > first else cache[0, :0]
             for cache in (want_k, want_v)
         )
-        out, lse = attend(case, own_q, keys, values, None if slopes is None else slopes[n])
+        options = {"causal": case.causal, "window": case.window, "softcap": case.softcap}
+        out, lse = attend(own_q, keys, values, slopes=None if slopes is None else slopes[n], **options)
         want_out.append(out)
         want_lse.append(lse)
 
@@ -135,26 +137,6 @@ def rotated(x: Tensor, cos: Tensor | None, sin: Tensor | None, at: int, interlea
         c, s = float(cos[at, i]), float(sin[at, i])
         out[:, first], out[:, second] = x[:, first] * c - x[:, second] * s, x[:, first] * s + x[:, second] * c
     return out
-
-
-def attend(case: Case, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Of one sequence, (rows, heads, dim) each: out likewise, and lse (heads, rows)."""
-    group = case.heads[0] // case.heads[1]
-    q64, k64, v64 = q.double(), *(x.double().repeat_interleave(group, 1) for x in (k, v))
-    scores = torch.einsum("ihd,jhd->hij", q64, k64) / math.sqrt(case.head_dim)
-    if case.softcap:
-        scores = case.softcap * torch.tanh(scores / case.softcap)
-    i, j = torch.arange(len(q))[:, None] + len(k) - len(q), torch.arange(len(k))[None]
-    if slopes is not None:
-        scores = scores - slopes.double()[:, None, None] * (i - j).abs()
-    left, right = case.window[0], 0 if case.causal else case.window[1]
-    hidden = torch.zeros(len(q), len(k), dtype=torch.bool)
-    hidden |= (j < i - left) & (left >= 0)
-    hidden |= (j > i + right) & (right >= 0)
-    scores = scores.masked_fill(hidden, -math.inf)
-    lse = torch.logsumexp(scores, -1) if len(k) else torch.full((case.heads[0], len(q)), -math.inf).double()
-    weights = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
-    return torch.einsum("hij,jhd->ihd", weights, v64), lse
 
 
 CASES = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from importlib import metadata
+from typing import TYPE_CHECKING
 
 import torch
 from hypothesis import strategies as st
@@ -15,6 +16,9 @@ from tilewise.masks import Dense, Mask
 from tilewise.operands import Grads, Wants, chosen
 from tilewise.plain import reference
 from tilewise.problem import mask_operands
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 Tensor = torch.Tensor
 
@@ -110,6 +114,10 @@ def exact(
 def in_order(grads: Grads) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dq, dk and dv, as backends return them by name; None where there is none."""
     return grads.get("q"), grads.get("k"), grads.get("v")
+
+
+def same_bits(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(tensors, others, strict=True))
 
 
 def wanted(dq: bool, dk: bool, dv: bool) -> Wants:

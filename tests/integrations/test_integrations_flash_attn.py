@@ -1,12 +1,8 @@
-"""flash-attn's functions against a float64 reference written from its documentation, one score at a time.
-
-The reference shares nothing with the package: no mask, no bias and no softmax of ours.
-"""
+"""flash-attn's functions against a float64 reference written from its documentation (one_sequence.py)."""
 
 from __future__ import annotations
 
 import inspect
-import math
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
@@ -14,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from one_sequence import attend
 from support import assert_close, budget
 from tilewise import InvalidInput, UnsupportedProblem
 from tilewise.integrations import flash_attn
@@ -27,46 +24,16 @@ from tilewise.integrations.flash_attn import (
 )
 
 
-def reference(q, k, v, scale=None, causal=False, window=(-1, -1), softcap=0.0, slopes=None):
-    """(out, lse) of q (seq_q, heads, dim) and k, v (seq_k, heads_k, dim): one sequence, in float64.
-
-    "If seqlen_q != seqlen_k, the causal mask is aligned to the bottom right corner"; "query at position i will only
-    attend to keys between [i + seqlen_k - seqlen_q - left, i + seqlen_k - seqlen_q + right] inclusive"; "a bias of
-    (-alibi_slope * |i + seqlen_k - seqlen_q - j|) is added"; "if the row of the mask is all zero, the output is zero".
-    """
-    q, k, v = q.double(), k.double(), v.double()
-    seq_q, heads, dim = q.shape
-    seq_k, heads_k = k.shape[:2]
-    k, v = (x.repeat_interleave(heads // heads_k, dim=1) for x in (k, v))
-    scores = torch.einsum("ihd,jhd->hij", q, k) * (scale or 1 / math.sqrt(dim))
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    left, right = window[0], 0 if causal else window[1]
-    i = torch.arange(seq_q)[:, None] + seq_k - seq_q
-    j = torch.arange(seq_k)[None, :]
-    if slopes is not None:
-        scores = scores - slopes.double()[:, None, None] * (i - j).abs()
-    hidden = torch.zeros(seq_q, seq_k, dtype=torch.bool)
-    if left >= 0:
-        hidden |= j < i - left
-    if right >= 0:
-        hidden |= j > i + right
-    scores = scores.masked_fill(hidden, -torch.inf)
-    lse = torch.logsumexp(scores, -1)
-    weights = torch.where(hidden.all(-1, keepdim=True), 0.0, torch.softmax(scores, -1))
-    return torch.einsum("hij,jhd->ihd", weights, v), lse
-
-
 def batched_reference(q, k, v, slopes=None, **options):
     per_batch = [None] * len(q) if slopes is None else slopes.expand(len(q), -1)
-    results = [reference(*parts, slopes=one, **options) for *parts, one in zip(q, k, v, per_batch, strict=True)]
+    results = [attend(*parts, slopes=one, **options) for *parts, one in zip(q, k, v, per_batch, strict=True)]
     return tuple(torch.stack(x) for x in zip(*results, strict=True))
 
 
 def packed_reference(q, k, v, cu_q, cu_k, slopes=None, **options):
     per_batch = [None] * (len(cu_q) - 1) if slopes is None else slopes.expand(len(cu_q) - 1, -1)
     results = [
-        reference(q[q0:q1], k[k0:k1], v[k0:k1], slopes=one, **options)
+        attend(q[q0:q1], k[k0:k1], v[k0:k1], slopes=one, **options)
         for (q0, q1), (k0, k1), one in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), per_batch, strict=True)
     ]
     outs, lses = zip(*results, strict=True)

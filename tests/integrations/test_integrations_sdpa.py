@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as imported_early
 from torch.utils.checkpoint import checkpoint
 
+import call_changes
 import tilewise
 from support import assert_close, budget
 from tilewise import InvalidInput, TilewiseError, UnsupportedProblem, api
@@ -537,7 +538,7 @@ def test_a_tensor_subclass_keeps_its_own_idea_of_attention():
 
 def test_out_lies_in_memory_as_pytorchs_does():
     contiguous = inputs(2, 4, 16, 8)
-    transposed = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in contiguous]
+    transposed = [call_changes.seq_before_heads(tensor) for tensor in contiguous]
     rule = sdpa(backend="tiled")
     for tensors in (contiguous, transposed):
         want = F.scaled_dot_product_attention(*tensors)
@@ -632,7 +633,7 @@ def test_strides_that_a_named_backend_refuses_after_strides_that_it_takes():
     q, k, v = inputs()
     with sdpa(backend="torch-flash"):
         want = F.scaled_dot_product_attention(q, k, v)
-        got = F.scaled_dot_product_attention(q, scattered(k), v)
+        got = F.scaled_dot_product_attention(q, call_changes.scattered(k), v)
     assert outcomes() == {"taken": 1, "fallback": 1}
     assert_close(got, want, BUDGET)
 
@@ -648,37 +649,12 @@ def _how_calls_are_recognised(request, monkeypatch):
         assert _TensorGuards is not None, "this release has guards, and they are worth a microsecond"
 
 
-def moved_by_one_element(tensor):
-    """The same values and strides, 4 bytes off a multiple of 16."""
-    return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
-
-
-def scattered(tensor):
-    return tensor.transpose(2, 3).contiguous().transpose(2, 3)
-
-
-CHANGES = {
-    "query's shape": lambda q, k, v: ((q[:, :, :8], k, v), {}),
-    "key's length": lambda q, k, v: ((q, k[:, :, :8], v[:, :, :8]), {}),
-    "value's width": lambda q, k, v: ((q, k, v[..., :4]), {}),
-    "dtype": lambda q, k, v: ((q.double(), k.double(), v.double()), {}),
-    "strides": lambda q, k, v: ((q, scattered(k), v), {}),
-    "alignment": lambda q, k, v: ((q, moved_by_one_element(k), v), {}),
-    "gradient": lambda q, k, v: ((q, k, v.clone().requires_grad_()), {}),
-    "causal": lambda q, k, v: ((q, k, v), {"is_causal": True}),
-    "scale": lambda q, k, v: ((q, k, v), {"scale": 0.3}),
-    "dropout": lambda q, k, v: ((q, k, v), {"dropout_p": 0.1}),
-    "mask": lambda q, k, v: ((q, k, v), {"attn_mask": torch.ones(16, 16, dtype=torch.bool)}),
-    "another mask": lambda q, k, v: ((q, k, v), {"attn_mask": torch.zeros(16, 16)}),
-    "a mask for all rows": lambda q, k, v: ((q, k, v), {"attn_mask": torch.ones(1, 16, dtype=torch.bool)}),
-}
-
-
 @pytest.mark.usefixtures("_how_calls_are_recognised")
 def test_a_condition_is_asked_about_every_change_and_never_twice():
     seen = []
     q, k, v = inputs()
-    changed = [change(q, k, v) for change in CHANGES.values()]
+    calls = call_changes.other_calls(q, k, v)
+    changed = [calls[name] for name in (*call_changes.PROBLEMS, *call_changes.OPTIONS)]
     with sdpa(when=seen.append):
         for arguments, options in changed * 2:
             F.scaled_dot_product_attention(q, k, v)

@@ -13,9 +13,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import call_changes
 import emulation
 import tilewise
-from support import assert_close, budget
+from support import assert_close, budget, same_bits
 from tilewise import DeviceError, Target, api, memo, native, op, repeated
 from tilewise.engine import run, tile_map
 from tilewise.integrations.sdpa import sdpa
@@ -50,6 +51,9 @@ class Machine:
     def counts(self) -> tuple[int, int, int]:
         """Forwards, backwards and backwards in Python, of native code, in this process."""
         return self.calls.counts()[1:]
+
+    def since(self, before: tuple[int, int, int]) -> list[int]:
+        return [now - then for now, then in zip(self.counts, before, strict=True)]
 
 
 @pytest.fixture(params=["sm80", "sm90"])
@@ -94,8 +98,7 @@ def test_the_third_call_is_native_and_has_the_bits_of_the_first(machine):
     tensors = inputs()
     before = machine.counts
     first, second, third = (machine.attention(*tensors, mask="causal") for _ in range(3))
-    forwards, backwards, in_python = (now - then for now, then in zip(machine.counts, before, strict=True))
-    assert (forwards, backwards, in_python) == (1, 0, 0)
+    assert machine.since(before) == [1, 0, 0]
     assert torch.equal(first, second)
     assert torch.equal(first, third)
     assert third.stride() == first.stride()
@@ -141,13 +144,17 @@ def test_gradients_have_the_bits_of_those_in_python(machine, layout):
     before = machine.counts
     step(machine, tensors, dout, mask="causal", layout=layout)  # the first backward of a native forward is Python's
     got = step(machine, tensors, dout, mask="causal", layout=layout)
-    assert [now - then for now, then in zip(machine.counts, before, strict=True)] in ([2, 1, 1], [2, 2, 0])
+    assert machine.since(before) in ([2, 1, 1], [2, 2, 0])
     for one, other in zip(got, want, strict=True):
         assert torch.equal(one, other)
         assert one.stride() == other.stride()
 
 
-@pytest.mark.parametrize("sizes", [{}, {"shape": (4, 8, 300, 64)}], ids=["one memory", "a memory each"])
+LARGE = {"shape": (1, 1, 64, 64), "seq_kv": 4160}
+"""Whose gradients take more than the megabyte that gradients share."""
+
+
+@pytest.mark.parametrize("sizes", [{}, LARGE], ids=["one memory", "a memory each"])
 def test_what_no_kernel_writes_is_nan(hopper, sizes):
     tensors = inputs(**sizes)
     dout = torch.randn_like(tensors[0])
@@ -174,7 +181,7 @@ def test_only_some_gradients(hopper, wanted):
         assert one is None or torch.equal(one, other)
 
 
-@pytest.mark.parametrize(("sizes", "memories"), [({}, 1), ({"shape": (1, 1, 64, 64), "seq_kv": 4608}, 3)], ids=str)
+@pytest.mark.parametrize(("sizes", "memories"), [({}, 1), (LARGE, 3)], ids=["small", "large"])
 def test_only_small_gradients_share_their_memory(hopper, sizes, memories):
     tensors = inputs(**sizes)
     dout = torch.randn_like(tensors[0])
@@ -186,7 +193,7 @@ def test_only_small_gradients_share_their_memory(hopper, sizes, memories):
     assert hopper.counts[1] > 0
     assert len({grad.untyped_storage().data_ptr() for grad in grads}) == memories
     for changed in range(3):  # each has its own part of that memory
-        assert all(torch.equal(one, other) for one, other in zip(grads, want, strict=True))
+        assert same_bits(grads, want)
         grads[changed].zero_()
         want[changed].zero_()
     leaf = tensors[0].clone().requires_grad_()
@@ -217,7 +224,7 @@ def test_gradients_in_any_layout_and_of_lse(hopper):
     native.use(None)
     want = [gradients(*case) for case in cases]
     for grads, others in zip(got, want, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(grads, others, strict=True))
+        assert same_bits(grads, others)
 
 
 def warm(machine, grad=False, **arguments):
@@ -234,7 +241,7 @@ def test_autograd_features(hopper):
     assert "TilewiseAttention" in out.grad_fn.name()
     first = torch.autograd.grad(out, leaves, dout, retain_graph=True)
     again = torch.autograd.grad(out, leaves, dout)
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert same_bits(first, again)
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(out, leaves, dout)
     assert out.grad_fn is not None
@@ -261,7 +268,7 @@ def test_autograd_features(hopper):
         anomalies = torch.autograd.detect_anomaly()
     with anomalies:
         out = hopper.attention(*leaves)
-        assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(out, leaves, dout), first, strict=True))
+        assert same_bits(torch.autograd.grad(out, leaves, dout), first)
 
     other_layout = torch.autograd.graph.saved_tensors_hooks(
         lambda saved: saved.transpose(1, 2).contiguous(), lambda packed: packed.transpose(1, 2)
@@ -274,7 +281,7 @@ def test_autograd_features(hopper):
 
     with torch.autograd.graph.save_on_cpu():
         out = hopper.attention(*leaves)
-    assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(out, leaves, dout), first, strict=True))
+    assert same_bits(torch.autograd.grad(out, leaves, dout), first)
 
     out = hopper.attention(*leaves)
     leaves[0].data.add_(0)  # which autograd does not see
@@ -388,7 +395,7 @@ def test_hooks_see_what_is_saved_in_the_order_of_the_way_in_python(hopper):
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             out = hopper.attention(*leaves)
         grads = torch.autograd.grad(out, leaves, dout)
-        assert all(torch.equal(a, b) for a, b in zip(grads, want, strict=True))
+        assert same_bits(grads, want)
         assert len(unpacked) == len(seen)
         return seen
 
@@ -428,7 +435,7 @@ def test_checkpoints_recompute_by_either_way(hopper):
         found.append(torch.autograd.grad(out, leaves, dout))
     assert hopper.counts[0] > 0
     for grads in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(grads, found[0], strict=True))
+        assert same_bits(grads, found[0])
 
 
 def test_what_watches_sees_the_operator(hopper):
@@ -484,22 +491,13 @@ def test_whatever_differs_is_another_call(hopper):
     tensors = inputs()
     warm(hopper)
     q, k, v = tensors
-    shifted = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).copy_(q)
-    longer = torch.cat([k, k], 2)
-    others = {
-        "strides": (q.transpose(1, 2).contiguous().transpose(1, 2), k, v),
-        "alignment": (shifted, k, v),
-        "length": (q, longer, longer),
-        "dtype": (q.half(), k.half(), v.half()),
-        "gradient": (q.clone().requires_grad_(), k, v),
-    }
     assert native.attend(q, k, v, *DEFAULTS) is not None
-    for name, given in others.items():
-        assert native.attend(*given, *DEFAULTS) is None, name
+    for name, change in call_changes.INPUTS.items():
+        assert native.attend(*change(q, k, v), *DEFAULTS) is None, name
     for change in ({"mask": "causal"}, {"scale": 0.5}, {"softcap": 1.0}, {"return_lse": True}, {"layout": "bshd"}):
         assert native.attend(q, k, v, *defaults("sm90", **change)) is None, change
     with torch.no_grad():
-        assert native.attend(others["gradient"][0], k, v, *DEFAULTS) is not None
+        assert native.attend(q.clone().requires_grad_(), k, v, *DEFAULTS) is not None
     with op.deterministic_algorithms():
         assert native.attend(q, k, v, *DEFAULTS) is None
     memo.invalidate()
@@ -670,7 +668,7 @@ def test_threads_share_what_is_known(hopper):
         try:
             for _ in range(4):
                 got = step(hopper, inputs(), dout)
-                assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+                assert same_bits(got, want)
         except BaseException as error:
             failures.append(error)
 
@@ -718,7 +716,7 @@ def test_the_override_is_answered_natively(hopper, compiled_override):
             three = [F.scaled_dot_product_attention(*flat, is_causal=True) for _ in range(4)]
         torch.func.vmap(lambda q: q.sum())(tensors[0])
     for results in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results, found[0], strict=True))
+        assert same_bits(results, found[0])
     assert all(torch.equal(one, found[0][0][0]) for one in three)
     assert sum(entry.calls for entry in sdpa.report() if entry.outcome == "taken") == 9
     memo.invalidate()
@@ -738,7 +736,7 @@ def test_warm_up_lets_the_first_call_be_native(hopper):
     counts = hopper.counts
     out = hopper.attention(*tensors, mask="causal")
     torch.autograd.grad(out, tensors, torch.randn(SHAPE).bfloat16())
-    assert [now - then for now, then in zip(hopper.counts, counts, strict=True)] == [1, 1, 0]
+    assert hopper.since(counts) == [1, 1, 0]
 
 
 def test_a_forked_child_goes_to_python(hopper):
@@ -799,8 +797,7 @@ def test_packed_calls_are_native_from_the_third_on(machine, monkeypatch):
     offsets[1] = 40
     for at in (offsets, offsets.clone(), offsets.data):
         before = machine.counts[0]
-        for got, wanted in zip(call(at), want, strict=True):
-            assert torch.equal(got, wanted)
+        assert same_bits(call(at), want)
         assert machine.counts[0] == before + 1
     monkeypatch.setenv("TILEWISE_CHECK", "1")  # Python looks at the offsets
     before = machine.counts[0]
@@ -808,18 +805,17 @@ def test_packed_calls_are_native_from_the_third_on(machine, monkeypatch):
     assert machine.counts[0] == before
 
 
-@pytest.mark.parametrize("shape", [(1, 2, 70, 64), (2, 1, 512, 64)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 2, 70, 64), (2, 1, 192, 64)], ids=str)
 def test_documents_have_the_bits_of_those_in_python(machine, shape):
     """Those of long sequences run as packed ones, whose offsets the mask holds."""
     tensors, dout = inputs(shape), torch.randn(shape).to(torch.bfloat16)
     mask = tilewise.Documents((0, 33, shape[2]), inner=tilewise.Causal())
     before = machine.counts
     results = [step(machine, tensors, dout, mask=mask) for _ in range(5)]
-    forwards, backwards, in_python = (now - then for now, then in zip(machine.counts, before, strict=True))
-    assert (forwards, backwards, in_python) == (3, 2, 1)
+    assert machine.since(before) == [3, 2, 1]
+    assert any("_packed" in name for name in machine.driver.launched) == (shape[2] == 192)
     for found in results[1:]:
-        for got, want in zip(found, results[0], strict=True):
-            assert torch.equal(got, want)
+        assert same_bits(found, results[0])
 
 
 def test_packed_gradients_have_the_bits_of_those_in_python(machine):
@@ -839,10 +835,8 @@ def test_packed_gradients_have_the_bits_of_those_in_python(machine):
     native.use(machine.calls)
     before = machine.counts
     for _ in range(4):
-        for got, wanted in zip(step(), want, strict=True):
-            assert torch.equal(got, wanted)
-    forwards, backwards, in_python = (now - then for now, then in zip(machine.counts, before, strict=True))
-    assert (forwards, backwards, in_python) == (3, 2, 1)
+        assert same_bits(step(), want)
+    assert machine.since(before) == [3, 2, 1]
 
 
 @pytest.fixture
@@ -877,11 +871,11 @@ def test_out_may_come_with_seq_before_heads_and_so_may_its_gradient(hopper, turn
         out = turned(*leaves, **named)
         out.backward(dout)
         found.append((out, [leaf.grad for leaf in leaves]))
-    assert [now - then for now, then in zip(hopper.counts, before, strict=True)] == [3, 2, 1]
+    assert hopper.since(before) == [3, 2, 1]
     for out, grads in found:
         assert out.is_contiguous()
         assert torch.equal(out.transpose(1, 2), want)
-        assert all(torch.equal(one, other) for one, other in zip(grads, want_grads, strict=True))
+        assert same_bits(grads, want_grads)
     assert [out._is_view() for out, _ in found] == [True] * 3 + [False] * 3
 
 
@@ -940,8 +934,8 @@ def test_padded_gradients_have_the_bits_of_those_in_python(machine, mapped):
     for number, one in enumerate(lengths):
         keep = keep.copy_(padding(one)) if number % 2 else padding(one).clone()
         got = step(machine, tensors, dout, mask="causal", keep=keep)
-        assert all(torch.equal(one, other) for one, other in zip(got, want[number], strict=True))
-    counts = [now - then for now, then in zip(machine.counts, before, strict=True)]
+        assert same_bits(got, want[number])
+    counts = machine.since(before)
     assert counts == [4, 3, 1], "all but the one that native code is told of, and the first backward of the others"
 
 
@@ -960,8 +954,8 @@ def test_padding_beside_any_rule(hopper, mapped, mask):
     before = hopper.counts
     for _ in range(3):
         got = step(hopper, tensors, dout, mask=mask, keep=keep)
-        assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
-    assert [now - then for now, then in zip(hopper.counts, before, strict=True)] == [2, 1, 1]
+        assert same_bits(got, want)
+    assert hopper.since(before) == [2, 1, 1]
 
 
 def test_layers_share_what_is_made_of_their_padding(hopper, mapped):
@@ -1043,7 +1037,7 @@ def test_hooks_see_the_padding_that_is_saved(hopper, mapped):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         got = step(hopper, tensors, dout, keep=keep)
     assert seen == [torch.bfloat16] * 4 + [torch.float32, torch.bool]
-    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+    assert same_bits(got, want)
 
 
 def test_a_wrong_padding_is_refused_as_ever(hopper):
@@ -1068,7 +1062,7 @@ def test_a_padded_out_may_come_with_seq_before_heads(hopper, turned):
         assert out.is_contiguous()
         assert torch.equal(out.transpose(1, 2), want)
         assert all(torch.equal(leaf.grad, other) for leaf, other in zip(leaves, want_grads, strict=True))
-    assert [now - then for now, then in zip(hopper.counts, before, strict=True)] == [3, 2, 1]
+    assert hopper.since(before) == [3, 2, 1]
     assert not out._is_view()
 
 
