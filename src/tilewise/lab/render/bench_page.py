@@ -69,13 +69,13 @@ class Line(NamedTuple):
 
 
 def bench_page(told: dict[str, Any]) -> str:
-    lines = _lines(told)
+    lines, comparisons = _lines(told), [read_comparison(row) for row in told["rows"]]
     rated = [line for line in lines if line.ratio is not None]
     sections = [
         *_ratios(rated),
         *_without(lines),
-        *_scores(told),
-        *_scaling([read_comparison(row) for row in told["rows"]]),
+        *_scores(comparisons),
+        *_scaling(comparisons),
         section("Every measurement", *(_row(line) for line in lines)),
     ]
     return document(_head(told, lines, rated), sections, told)
@@ -211,13 +211,12 @@ def _without(lines: Sequence[Line]) -> list[Section]:
     return [section("Rows without a ratio", table(("row", "what became of ours"), rows, "Rows without a ratio"))]
 
 
-def _scores(told: dict[str, Any]) -> list[Section]:
-    scores = told.get("scores") or {}
+def _scores(comparisons: list[Comparison]) -> list[Section]:
+    scores = bench.scores(comparisons)
     if not scores:
         return []
     rows = [
-        [kind, score.get("rows", "-"), f"{float(score['geomean']):.2f}x", f"{float(score['worst']):.2f}x", score["row"]]
-        for kind, score in scores.items()
+        [kind, score.rows, f"{score.geomean:.2f}x", f"{score.worst:.2f}x", score.row] for kind, score in scores.items()
     ]
     return [section("By kind", table(("rows of", ">rows", ">geomean", ">worst", "worst row"), rows, "Scores"))]
 
