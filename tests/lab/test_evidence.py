@@ -138,6 +138,8 @@ def test_a_figure_that_was_changed_by_hand_is_seen_and_a_record_that_is_gone(tmp
     page.path.write_text(page.after.replace("2.00x", "3.00x", 1))
     assert evidence.check(root) == ["README.md: differs from its records: run `make docs`"]
     page.path.write_text(page.after)
+    (root / bench.RESULTS / "0.json").write_text("{")
+    assert "0.json: pages take figures from this record, which cannot be read: " in evidence.check(root)[0]
     (root / bench.RESULTS / "0.json").unlink()
     of_tables, of_links = evidence.check(root)
     assert of_tables.startswith("0.json: pages take figures from this record, which cannot be read: ")
