@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from tilewise.errors import InvalidInput
 from tilewise.lab.measure import environment
 from tilewise.lab.measure.compare import Settings
 from tilewise.lab.measure.pool import Pool
@@ -45,7 +46,7 @@ SUITES = (
 """The suites of a GPU, those that a reader meets first ahead of the others."""
 SEEDS = {"drawn": 20261119}
 ROUNDS = 7
-MOST_BYTES = 8 * 2**20  # of the results folder
+MAX_BYTES = 8 * 2**20  # of the results folder
 _MARKS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     **dict.fromkeys((models_docs.KIND, host.KIND, map_docs.KIND, inspection.KIND), records.marks_of),
     ladder.KIND: ladder.marks,
@@ -177,7 +178,11 @@ def complaints(root: Path) -> list[str]:
     """What generated parts of README.md and docs/ take from records that may not be cited."""
     found = []
     for name in docs.cited(root):
-        record = kept.read(root / bench.RESULTS / name)
+        try:
+            record = kept.read(root / bench.RESULTS / name)
+        except InvalidInput as error:
+            found.append(f"{name}: pages take figures from this record, which cannot be read: {error}")
+            continue
         if record["kind"] == records.KIND:
             why = records.read(root / bench.RESULTS / name).shortcomings()
             found += [f"{name}: {row}: {text}" for row, text in why.items()]
@@ -190,18 +195,30 @@ def complaints(root: Path) -> list[str]:
 
 def not_cited(root: Path) -> list[str]:
     """Records that no page and no generated table names."""
-    pages = [root / "README.md", *(root / "docs").rglob("*.md"), *(root / "docs").rglob("*.html")]
-    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    text = _text(root)
     dates = {path.name: str(kept.date(path)) for path in (root / bench.RESULTS).glob("*.json")}
     return sorted(name for name, date in dates.items() if name not in text and not (date and date in text))
 
 
+def not_there(root: Path) -> list[str]:
+    """Records that pages link to and that the folder does not hold."""
+    return sorted(name for name in set(docs.LINK.findall(_text(root))) if not (root / bench.RESULTS / name).is_file())
+
+
+def _text(root: Path) -> str:
+    pages = [root / "README.md", *(root / "docs").rglob("*.md"), *(root / "docs").rglob("*.html")]
+    return "\n".join(page.read_text(encoding="utf-8") for page in pages)
+
+
 def check(root: Path) -> list[str]:
     """Everything that is wrong with the evidence of a checkout, in lines for a person."""
-    size = sum(path.stat().st_size for path in (root / bench.RESULTS).glob("*.json"))
+    size = sum(path.stat().st_size for path in (root / bench.RESULTS).iterdir())
     found = complaints(root)
-    if size > MOST_BYTES:
-        found.append(f"{bench.RESULTS} holds {size / 2**20:.1f} MB, more than {MOST_BYTES / 2**20:.0f}: delete records")
+    if not found:  # else pages differ for that reason
+        found += [f"{path.relative_to(root)}: differs from its records: run `make docs`" for path in docs.stale(root)]
+    if size > MAX_BYTES:
+        found.append(f"{bench.RESULTS} holds {size / 2**20:.1f} MB, more than {MAX_BYTES / 2**20:.0f}: delete records")
+    found += [f"{name}: pages link to this record, which is not there" for name in not_there(root)]
     return found + [f"{name}: nothing cites this record: delete it, or say what it shows" for name in not_cited(root)]
 
 

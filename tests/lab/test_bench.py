@@ -290,6 +290,16 @@ def test_the_score_is_against_the_fastest_that_is_not_ours_and_pytorchs_stands_b
     assert bench.score(alone) == bench.score_of_torch(alone)
 
 
+def test_the_score_against_a_library_is_that_of_what_the_row_is_about(capsys: pytest.CaptureFixture[str]) -> None:
+    """In `chunked` that is the way that reads a cache, and `tilewise` is one more candidate."""
+    row = Row("row", make_problem((1, 2, 8, 8)), ("tilewise:cached", "tilewise", "fa4"), times=("forward",))
+    times = zip(row.candidates, (4.0, 1.0, 2.0), strict=True)
+    done = [Comparison(row, [Outcome(name, VERIFIED, forward=[[seconds]] * 7) for name, seconds in times])]
+    assert bench.scores(done)["against FlashAttention-4"].geomean == pytest.approx(0.5)
+    show(done)
+    assert "0 of 1 rows ahead of, 1 behind, 0 not told apart from FlashAttention-4" in capsys.readouterr().out
+
+
 def test_rounds_go_on_until_the_score_is_settled() -> None:
     """The row's subject is told apart from the fastest that is not ours, not from PyTorch's best path alone."""
     done = ratios_of(suites.SUITES["grouped"][0], 2.0, 30.0, 2.0)

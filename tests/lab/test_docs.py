@@ -136,7 +136,7 @@ def test_a_marker_that_means_nothing_is_an_error(marker: str, tmp_path: Path) ->
         docs.pages(root)
     result = CliRunner().invoke(app, ["docs", "--root", str(root)])
     assert result.exit_code == 2
-    assert "mend the marker" in result.stderr
+    assert "correct the marker" in result.stderr
 
 
 def test_series_need_lengths() -> None:
@@ -282,6 +282,22 @@ def test_another_library_in_a_record_has_a_column(tmp_path: Path) -> None:
     assert cells == [3] * 5 + [2] * (len(record["rows"]) - 5), "PyTorch's best, FlashAttention-4, and -3 in five rows"
     (page,) = docs.pages(checkout(tmp_path / "without", made_up("cpu"), text=text.replace("forward", "cpu")))
     assert "FlashAttention" not in page.after
+
+
+def test_the_headline_says_how_many_rows_a_library_takes_and_which_row_is_worst(tmp_path: Path) -> None:
+    record = made_up("backward")
+    for number, row in enumerate(record["rows"]):
+        fa4 = next(one for one in row["candidates"] if one["candidate"] == "fa4")
+        if number < 3:
+            fa4 |= {"verdict": "wrong", "because": ["dq"], "backward": []}
+        if number == 5:
+            fa4["backward"] = [[seconds / 4 for seconds in found] for found in fa4["backward"]]
+    (page,) = docs.pages(checkout(tmp_path, record, text="<!-- bench headline gpu=H200 -->\n<!-- /bench -->\n"))
+    (line,) = [line for line in page.after.splitlines() if line.startswith("| Backward |")]
+    rows = len(record["rows"])
+    assert f"FlashAttention-4 {2.0 * 0.25 ** (1 / (rows - 3)):.2f} ({rows - 3} rows), cuDNN 2.00" in line
+    assert line.endswith(f"| 0.50, FlashAttention-4: {record['rows'][5]['row']} |")
+    assert "so that no figure is shown: forward; " in page.after
 
 
 def test_few_rounds_and_changed_kernels_are_marked_and_not_cited(tmp_path: Path) -> None:

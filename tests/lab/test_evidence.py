@@ -127,6 +127,27 @@ def test_the_check_of_the_documents_fails_where_a_record_lacks_something(tmp_pat
     assert docs.pages(root)[0].after != page.after, "it would not be cited again"
 
 
+def test_a_figure_that_was_changed_by_hand_is_seen_and_a_record_that_is_gone(tmp_path: Path) -> None:
+    text = "<!-- bench backward table gpu=H200 -->\n<!-- /bench -->\nAs [that](benchmarks/results/0.json) says.\n"
+    root = checkout(tmp_path, made_up("backward"), text=text)
+    for name in ("other.json", "broken.json"):
+        (root / bench.RESULTS / name).unlink()
+    (page,) = docs.pages(root)
+    page.path.write_text(page.after)
+    assert evidence.check(root) == []
+    page.path.write_text(page.after.replace("2.00x", "3.00x", 1))
+    assert evidence.check(root) == ["README.md: differs from its records: run `make docs`"]
+    page.path.write_text(page.after)
+    (root / bench.RESULTS / "0.json").write_text("{")
+    assert "0.json: pages take figures from this record, which cannot be read: " in evidence.check(root)[0]
+    (root / bench.RESULTS / "0.json").unlink()
+    of_tables, of_links = evidence.check(root)
+    assert of_tables.startswith("0.json: pages take figures from this record, which cannot be read: ")
+    assert of_links == "0.json: pages link to this record, which is not there"
+    (root / "README.md").write_text("As [that](benchmarks/results/0.json) says.\n")
+    assert evidence.check(root) == [of_links]
+
+
 def ladder_record() -> dict[str, Any]:
     """As if every rung had run on today's kernels."""
     problem = ladder_docs.problems()[0]
@@ -188,6 +209,10 @@ def without_names_of_kernels(record: dict[str, Any]) -> None:
     del record["kernels"]
 
 
+def without_kernels(record: dict[str, Any]) -> None:
+    record["kernels"] = []
+
+
 def without_a_config(record: dict[str, Any]) -> None:
     record["sweeps"][0]["trials"].pop()
 
@@ -203,6 +228,7 @@ def without_a_config(record: dict[str, Any]) -> None:
         (tune_record, without_a_unit, "launches other kernels: three_kernel_values"),
         (tune_record, with_a_config_that_is_no_more, "tile=7"),
         (tune_record, without_names_of_kernels, "the record does not name them"),
+        (tune_record, without_kernels, "the record does not name them"),
         (tune_record, without_a_config, "tries other configs"),
     ],
 )

@@ -19,8 +19,7 @@ def docs(
     """Write the tables and plots of README.md and docs/ from the newest records, between their markers."""
     documents.check_root(root)
     if check:
-        stale = [str(page.path) for page in documents.pages(root) if page.stale]
-        stale += map(str, [*documents.stale_plots(root), *ladder_docs.stale(root)])
+        stale = documents.stale(root)
         print("\n".join(f"stale: {path}" for path in stale) or "all tables and plots are those of the records")
         raise typer.Exit(FAILED if stale else 0)
     for page in documents.pages(root):

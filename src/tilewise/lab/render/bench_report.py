@@ -261,7 +261,7 @@ def _tables(comparisons: list[Comparison], device: str) -> list[Section]:
 def _scores(comparisons: list[Comparison]) -> list[Section]:
     scores = bench.scores(comparisons)
     told = [Words(f"{standing} {name}") for rival, name in bench.RIVALS.items()
-            if (standing := bench.standings(OURS, rival, comparisons))]  # fmt: skip
+            if (standing := bench.standings(rival, comparisons))]  # fmt: skip
     text = [Words(f"{kind}: {found}, {found.shares}") for kind, found in scores.items()]
     rows = [[kind, str(found.rows), f"{found.geomean:.2f}x", f"{found.worst:.2f}x", found.row,
              *(f"{share * found.rows:.0f} ({share:.1%})" for share in (found.behind, found.far_behind))]

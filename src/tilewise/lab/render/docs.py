@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ...errors import InvalidInput
 from .. import report
-from ..candidates.names import Candidate
+from ..candidates.names import FLEX, Candidate
 from ..measure import statistics, words
 from ..measure.compare import REFUSED, geomean, summary
 from ..studies import bench, records
 from ..studies.suites import SUITES
-from . import host_docs, map_docs, models_docs, plots, report_docs, tune_docs
+from . import host_docs, ladder_docs, map_docs, models_docs, plots, report_docs, tune_docs
 from .pages import rebuilt, record_of
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _BLOCK = re.compile(r"(?P<begin><!-- bench (?P<asked>[^>]*?) -->\n)(?P<body>.*?)(?P<end><!-- /bench -->)", re.DOTALL)
 _GENERATED = re.compile(r"<!-- [a-z][^>]*? -->\n(?P<body>.*?)<!-- /", re.DOTALL)
-_CITED = re.compile(rf"\]\([./]*{bench.RESULTS.as_posix()}/([^)]+\.json)\)")
+LINK = re.compile(rf"\]\([./]*{bench.RESULTS.as_posix()}/([^)]+\.json)\)")
 _SUMMARY = (
     f"| suite | what is timed | geomean | worst | under {bench.BEHIND} | worst row | geomean, PyTorch alone | record |",
     "|---|---|---:|---:|---:|---|---:|---|",
@@ -59,7 +59,12 @@ HEADLINE = (
 )
 """What README.md shows: a title, the suite, and what of it is timed."""
 _CLOSEST = 3
-_TORCH_NAMES = {"torch-cudnn": "cuDNN", "torch-flash": "PyTorch's flash", "torch-efficient": "PyTorch's efficient"}
+_NAMES = bench.RIVALS | {
+    FLEX: "FlexAttention",
+    "torch-cudnn": "cuDNN",
+    "torch-flash": "PyTorch's flash",
+    "torch-efficient": "PyTorch's efficient",
+}
 
 
 class Asked(NamedTuple):
@@ -136,7 +141,7 @@ def parse_marker(text: str, path: Path) -> Asked:
     suite = plain.pop() if plain else ""
     if not view or plain or (suite not in SUITES and not (view in _OF_SEVERAL and not suite)):
         raise InvalidInput(
-            f"marker in {path.name}", repr(text), f"[SUITE] {'|'.join(_VIEWS)} [gpu=NAME]", "mend the marker"
+            f"marker in {path.name}", repr(text), f"[SUITE] {'|'.join(_VIEWS)} [gpu=NAME]", "correct the marker"
         )
     return Asked(suite, view, gpu)
 
@@ -148,7 +153,7 @@ def cited(root: Path) -> dict[str, None]:
     bodies = [match["body"] for text in texts for match in _GENERATED.finditer(text)]
     html = (path.read_text(encoding="utf-8") for path in sorted((root / "docs").rglob("*.html")))
     made_from = (record_of(text, root / bench.RESULTS) for text in html)
-    named = [name for body in bodies for name in _CITED.findall(body)]
+    named = [name for body in bodies for name in LINK.findall(body)]
     return dict.fromkeys([*named, *(path.name for path in made_from if path is not None)])
 
 
@@ -170,6 +175,12 @@ def stale_plots(root: Path) -> list[Path]:
     kept = records.read_all(root / bench.RESULTS)
     wanted = [(path, r) for r in _plotted(root, kept) for path in plots.paths(root / plots.FOLDER, r)]
     return [path for path, record in wanted if not plots.is_of(path, record)]
+
+
+def stale(root: Path) -> list[Path]:
+    """All pages and plots that differ from what the records make of them."""
+    differing = [page.path for page in pages(root) if page.stale]
+    return [*differing, *stale_plots(root), *ladder_docs.stale(root)]
 
 
 def _plotted(root: Path, kept: list[Record]) -> list[Record]:
@@ -335,9 +346,12 @@ def _headline(kept: list[Record], gpu: str, root: Path, path: Path) -> list[str]
     if not lines:
         return [missing]
     days = " to ".join(dict.fromkeys((min(dates), max(dates))))
-    note = "Geometric means over the rows that a library takes; over 1 is faster. `best`: the fastest, row by row."
+    note = (
+        "A speed is a library's time divided by ours, the geometric mean over the rows where its answer is right: above"
+        " 1, tilewise is faster. `best`: the fastest of all, row by row."
+    )
     about = f"{note} Measured on an NVIDIA {gpu}, {days}."
-    head = ["| what is timed | rows | times as fast as | least, and where |", "|---|---:|---|---|"]
+    head = ["| what is timed | rows | speed against | worst row |", "|---|---:|---|---|"]
     return [*head, *lines, "", about, *(["", missing] if lacking else [])]
 
 
@@ -347,20 +361,26 @@ def _ratio(comparison: Comparison) -> float:
 
 
 def _against_each(rows: list[Comparison]) -> str:
-    """The best of all, and those that were closest, the closest first."""
+    """The best of all, and the closest of the libraries that take a quarter of the rows, each with how many it takes
+    where that is not all of them."""
     peers = dict.fromkeys(one.candidate for row in rows for one in row.timed() if not Candidate(one.candidate).is_ours)
-    found = {}
+    found: dict[str, list[float]] = {}
     for peer in peers:
-        ratios = list(bench.against(rows[0].outcomes[0].candidate, peer, rows).values())
-        if 2 * len(ratios) >= len(rows):
-            found[peer] = geomean(ratios)
-    close = sorted(found, key=found.__getitem__)[:_CLOSEST]
-    best = bench.score(rows).geomean
-    return ", ".join([f"best {best:.2f}", *(f"{_peer_name(peer)} {found[peer]:.2f}" for peer in close)])
+        ratios = [speed.ratio for speed in bench.against_rival(peer, rows).values()]
+        if 4 * len(ratios) >= len(rows):
+            found[peer] = ratios
+    close = sorted(found, key=lambda peer: geomean(found[peer]))[:_CLOSEST]
+    shown = {"best": [speed.ratio for row in rows if (speed := bench.against_fastest(row)) is not None]}
+    shown |= {_peer_name(peer): found[peer] for peer in close}
+    return ", ".join(f"{name} {_mean(ratios, len(rows))}" for name, ratios in shown.items())
+
+
+def _mean(ratios: list[float], rows: int) -> str:
+    return f"{geomean(ratios):.2f}" + (f" ({len(ratios)} rows)" if len(ratios) < rows else "")
 
 
 def _peer_name(candidate: str) -> str:
-    return bench.RIVALS.get(candidate, _TORCH_NAMES.get(candidate, candidate))
+    return _NAMES.get(candidate, candidate)
 
 
 def _plot(record: Record, root: Path, path: Path) -> list[str]:

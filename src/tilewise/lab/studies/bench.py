@@ -149,8 +149,8 @@ def scores(comparisons: list[Comparison]) -> dict[str, Score]:
         if ratios := against(way, CACHED, comparisons):
             found[name] = _score(ratios)
     for rival, name in RIVALS.items():
-        if ratios := against(OURS, rival, comparisons):
-            found[f"against {name}"] = _score(ratios)
+        if speeds := against_rival(rival, comparisons):
+            found[f"against {name}"] = _score({row: speed.ratio for row, speed in speeds.items()})
     of_torch = {kind: score_of_torch(rows) for kind, rows in kinds.items() if has_rival(rows)}
     of_torch = {kind: one for kind, one in of_torch.items() if one.rows}  # PyTorch may have no path for a suite
     if len(kinds) > 1:
@@ -166,13 +166,19 @@ def has_rival(comparisons: Iterable[Comparison]) -> bool:
     return any(not outcome.is_peer and not Candidate(outcome.candidate).is_ours for outcome in timed)
 
 
-def standings(name: str, other: str, comparisons: list[Comparison]) -> str:
-    """On how many rows one is ahead of, behind, or not told apart from the other, to be followed by its name."""
-    found = [speed for comparison in comparisons if (speed := _versus(name, other, comparison)) is not None]
+def standings(rival: str, comparisons: list[Comparison]) -> str:
+    """On how many rows we are ahead of, behind, or not told apart from a library, to be followed by its name."""
+    found = against_rival(rival, comparisons).values()
     if not found:
         return ""
     ahead, behind = (sum(speed.verdict == verdict for speed in found) for verdict in (FASTER, SLOWER))
     return f"{ahead} of {len(found)} rows ahead of, {behind} behind, {len(found) - ahead - behind} not told apart from"
+
+
+def against_rival(rival: str, comparisons: list[Comparison]) -> dict[str, Speed]:
+    """How the candidate that a row is about stands against another library, row by row, where both have a time."""
+    found = {c.row.name: _versus(c.outcomes[0].candidate, rival, c) for c in comparisons}
+    return {row: speed for row, speed in found.items() if speed is not None}
 
 
 def _versus(name: str, other: str, comparison: Comparison) -> Speed | None:

@@ -61,8 +61,11 @@ def of_kind(folder: Path, kind: str) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def date(path: Path) -> str:
-    """When a file of the folder was made, of whatever kind it is; empty where it does not say."""
-    found = json.loads(path.read_text(encoding="utf-8"))
+    """When a file of the folder was made, of whatever kind it is; empty where it does not say, or is no JSON."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return ""
     provenance = found.get("provenance") if isinstance(found, dict) else None
     return str(provenance.get("date", "")) if isinstance(provenance, dict) else ""
 

@@ -176,7 +176,7 @@ def older(comparison: Comparison, target: Target | None) -> str:
     return ""
 
 
-def marks_of(record: dict[str, Any], rounds: int = 0) -> list[str]:
+def marks_of(record: dict[str, Any]) -> list[str]:
     """The same of a record of another kind. It names its kernels in its comparisons, one or several, or in `kernels`, a
     list of what its program launched, or in both."""
     found = [read_comparison(one["comparison"]) for one in record.get("climbs", [record]) if "comparison" in one]
@@ -184,14 +184,16 @@ def marks_of(record: dict[str, Any], rounds: int = 0) -> list[str]:
     target = target_of(record["provenance"], on_gpu=on_gpu)
     if found:
         rounds = min((len(outcome.costs) for one in found for outcome in one.timed()[:1]), default=0)
+    else:
+        rounds = record.get("settings", {}).get("rounds", 0)
     changed = next((why for one in found if (why := older(one, target))), "")
-    if not changed and ("kernels" in record or not found):
+    if not changed and (record.get("kernels") or not found):
         changed = _older_kernels(record, target)
     return [*_too_few(rounds), *([f"its kernels have changed since ({changed})"] if changed else [])]
 
 
 def _older_kernels(record: dict[str, Any], target: Target | None) -> str:
-    if "kernels" not in record or target is None:
+    if not record.get("kernels") or target is None:
         return "the record does not name them"
     try:
         found = (launched.difference(one, launched.today(one, target, launched.STEP)) for one in record["kernels"])
