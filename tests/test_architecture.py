@@ -152,6 +152,15 @@ def test_import_is_light_and_touches_no_device():
     assert run_fresh(code) == "[] False"
 
 
+def test_the_command_line_needs_no_more_than_the_lab_extra_brings():
+    """A CPU build of torch brings neither Triton nor CUDA's bindings, nor NumPy."""
+    others = ["triton", "cuda", "numpy", "numba", "matplotlib", "transformers"]
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({others})); import tilewise.lab.commands.app; print('imported')"
+    )
+    assert run_fresh(code) == "imported"
+
+
 README = (ROOT / "README.md").read_text()
 
 

@@ -12,8 +12,10 @@ on a machine without a GPU: a measurement is older than the sources where the sa
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...engine.backend import Direction, Fused
@@ -23,12 +25,10 @@ from ...jit.headers import included_files
 from ...jit.trust import digest
 from ...plan import BACKENDS, plan, plans_made
 from ...problem import Problem
-from ...triton import kernels as triton_kernels
 from ..candidates.variants import BACKWARD, backend_of, is_variant, resolve, units_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from ...engine.program import Launch, Program
     from ...jit import Unit
@@ -39,7 +39,7 @@ Launched = dict[str, Any]
 STEP = ("step",)
 _COMMENT = re.compile(rb"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _DIGITS = 12
-_OTHER_SOURCES = {"triton": (triton_kernels,)}  # of backends whose kernels are Python
+_OTHER_SOURCES = {"triton": ("tilewise.triton.kernels",)}  # of backends whose kernels are Python; found, not imported
 
 
 def launched(chosen: Plan, timed: Sequence[str], kernels: Path = KERNELS) -> Launched:
@@ -166,9 +166,15 @@ def _python_sources(backend: str) -> dict[str, str]:
     module = backend_of(backend)
     if not inspect.ismodule(module):
         return {}
-    modules = (module, *_OTHER_SOURCES.get(backend, ()))
-    sources = {one.__name__.partition(".")[2]: inspect.getsource(one).splitlines() for one in modules}
-    return {name: _short([line.encode() for line in lines if _is_code(line)]) for name, lines in sources.items()}
+    names = (module.__name__, *_OTHER_SOURCES.get(backend, ()))
+    return {name.partition(".")[2]: _short([*map(str.encode, filter(_is_code, _lines_of(name)))]) for name in names}
+
+
+def _lines_of(module: str) -> list[str]:
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).read_text(encoding="utf-8").splitlines()
 
 
 def _is_code(line: str) -> bool:
