@@ -165,13 +165,16 @@ def bunches(rows: list[Row]) -> Iterator[list[Row]]:
         yield bunch
 
 
-def run_program(program: Program, device: str) -> None:
-    """Run it, and give its record the fixed name."""
+def run_program(program: Program, device: str) -> bool:
+    """Run it, and give its record the fixed name; whether it succeeded. The other programs run all the same."""
     folder = ROOT / bench.RESULTS
     before = set(folder.glob("*.json"))
-    subprocess.run([sys.executable, *program.command], cwd=ROOT, check=True)
+    status = subprocess.run([sys.executable, *program.command], cwd=ROOT, check=False).returncode
     for path in set(folder.glob("*.json")) - before:
         path.replace(folder / f"{slug(device)}-{program.name}.json")
+    if status:
+        print(f"{program.name}: ended with status {status}", flush=True)
+    return status == 0
 
 
 def complaints(root: Path) -> list[str]:
@@ -256,11 +259,12 @@ def main() -> int:
         for found in waiting:
             if time.monotonic() > stop or not measure(found, pool, stop, compiled=asked.compiled):
                 return ended()
+    succeeded = True
     for program in programs:
         if time.monotonic() + program.seconds > stop:
             return ended()
-        run_program(program, device)
-    return 0
+        succeeded &= run_program(program, device)
+    return int(not succeeded)
 
 
 def chosen(only: list[str], *, on_gpu: bool) -> tuple[list[str], list[Program]]:

@@ -36,7 +36,7 @@ from tilewise.lab.render import (
     views,
 )
 from tilewise.lab.render import html as reports
-from tilewise.lab.report import lines
+from tilewise.lab.report import Kernel, lines
 from tilewise.lab.studies import cycles, inspect, records
 from tilewise.plan import plan
 from tilewise.target import Target
@@ -625,6 +625,7 @@ def test_a_column_shares_a_unit_as_far_as_that_is_readable() -> None:
 def test_kernels_have_a_role_and_a_short_name(name: str, role: str, short: str) -> None:
     assert roles.role_of(name) == role
     assert roles.short_name(name) == short
+    assert unescape(reports.plain(Kernel(name))) == short
 
 
 def test_charts_survive_odd_values() -> None:

@@ -223,7 +223,7 @@ def _line(comparison: Comparison, rivals: list[str]) -> str:
     ours, peer = comparison.outcomes[0], comparison.best_peer()
     others = [peer, *(_rival(comparison, name) for name in rivals)]
     cells = [comparison.row.name, _time(ours, comparison), report.spread(summary(ours.samples))]
-    cells += [f"{peer.candidate} {_time(peer, comparison)}" if peer else "none is right", _spread(peer)]
+    cells += [f"{peer.candidate} {_time(peer, comparison)}" if peer else "no right answer", _spread(peer)]
     cells += ["-" if ours.failed else words.cell(comparison.versus(ours, other)) for other in others]
     return f"| {' | '.join([*cells, _error(ours), _error(peer)])} |"
 

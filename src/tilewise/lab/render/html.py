@@ -67,7 +67,7 @@ def text(value: object) -> Markup:
     if isinstance(value, Candidate):
         return tagged(kind_of(value), str(value))
     if isinstance(value, Kernel):
-        return tagged(role_of(value), short_name(value))
+        return tagged(role_of(value), str(short_name(value)))
     if isinstance(value, Code):
         return code(str(value))
     words = escape(str(value))

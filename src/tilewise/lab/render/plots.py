@@ -33,7 +33,8 @@ TITLES = {
     "sorted": "Speed against PyTorch's best path, from the slowest problem to the fastest",
     "scaling": "Time and memory against sequence length",
 }
-_DRAWING = 2  # changes with the way of drawing: pictures of another are drawn again
+_ACROSS = 3  # panels of speeds: as wide as a page, so that all of them are seen at once
+_DRAWING = 3  # changes with the way of drawing: pictures of another are drawn again
 # Ours as on the pages; then, after Okabe and Ito, what all kinds of colour vision tell apart, and grey by its marker.
 _COLOURS = (LIGHT["ours"], LIGHT["torch"], "#00805d", "#b0578a", "#9a7400", "#2f8fbf", "#555e69")
 _DARK_COLOURS = (DARK["ours"], DARK["torch"], "#3cc79c", "#e39ac3", "#dcb84a", "#7cc8ef", "#a9b2bd")
@@ -167,7 +168,8 @@ def exponent(lengths: Sequence[float], values: Sequence[float]) -> float:
 
 def _speed(pyplot: Any, comparisons: list[Comparison]) -> Any:
     found = panels(comparisons)
-    figure, axes = _grid(pyplot, len(found))
+    rows = math.ceil(len(found) / _ACROSS)
+    figure, axes = _grid(pyplot, len(found), _ACROSS, (12.0, 2.8 * rows))
     for axis, (title, series) in zip(axes, found.items(), strict=False):
         looks = style_of(series)
         for name, points in series.items():
