@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from hypothesis import strategies as st
@@ -18,7 +18,9 @@ from tilewise.plain import reference
 from tilewise.problem import mask_operands
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
+
+    from tilewise import Target
 
 Tensor = torch.Tensor
 
@@ -212,3 +214,32 @@ def reached(name: str, extra: str = "", seen: set[tuple[str, str]] | None = None
                 for wanted in ("", *requirement.extras):
                     reached(canonicalize_name(requirement.name), wanted, seen)
     return {package for package, _ in seen}
+
+
+def check_against_the_reference(
+    backend: Any,
+    target: Target,
+    problem: Problem,
+    operands: dict[str, Tensor],
+    inputs: Sequence[Tensor],
+    known: Sequence[Tensor] | None = None,
+    allowed: tuple[float, float] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Forward and backward of our kernels against the reference in float64. Returns the lse of both.
+
+    `known` are the inputs where these are nan because nothing reads them. `allowed` are errors of out and of gradients,
+    which otherwise are those of 3 and of 6 roundings.
+    """
+    of_out, of_gradients = allowed or (rounding_budget(problem.dtype, 3), rounding_budget(problem.dtype, 6))
+    doubles, wide = [tensor.double() for tensor in known or inputs], problem.with_(dtype=torch.float64)
+    want, want_lse = reference.forward(*doubles, wide, None, operands)
+    out, lse = backend.bind(*inputs, problem, None, target, operands)(*inputs, operands)
+    assert_close(out, want, of_out)
+    assert torch.equal(lse.isinf(), want_lse.isinf())
+    dout = torch.randn_like(out)
+    truth = reference.backward(dout.double(), None, *doubles, want, want_lse, wide, None, operands)
+    backward = backend.bind_backward(problem, None, target)
+    grads = backward(dout, None, *inputs, want.to(problem.dtype), want_lse.float(), operands)
+    for name, grad in grads.items():
+        assert_close(grad, truth[name], of_gradients, f"d{name}")
+    return lse, want_lse

@@ -18,7 +18,16 @@ from torch._subclasses import FakeTensorMode
 
 import emulation
 import tilewise
-from support import assert_close, assert_near, budget, exact, make_problem, rounding_budget, unlucky
+from support import (
+    assert_close,
+    assert_near,
+    budget,
+    check_against_the_reference,
+    exact,
+    make_problem,
+    rounding_budget,
+    unlucky,
+)
 from tilewise import Causal, Documents, Full, InvalidInput, Problem, Target, UnsupportedProblem, Window
 from tilewise.engine import packed
 from tilewise.engine.lengths import Lengths
@@ -168,6 +177,21 @@ def check_backward(
             assert error <= limit, f"d{name} of sequence {sequence}: {error:.2e}, allowed {limit:.2e}"
 
 
+def check_gradients(
+    backend: Any, target: Target, case: Case, poisoned: tuple[int, ...] = (), *, noisy: bool = False
+) -> None:
+    """Checks the gradients after what a right forward leaves."""
+    shape = case.problem.seq_q, case.problem.heads_q, case.problem.head_dim_v
+    dout = torch.randn(shape).to(BF16).transpose(0, 1)[None]
+    out, lse, truth = made(case, dout)
+    noise = {sequence: gradient_noise(case, dout, sequence) for sequence in truth} if noisy else None
+    for sequence in poisoned:
+        case.of(dout, sequence, 0).fill_(torch.nan)
+    backward = backend.bind_backward(case.problem, None, target)
+    grads = backward(dout, None, case.q, case.k, case.v, out, lse, case.operands)
+    check_backward(case, grads, truth, rounding_budget(BF16, 5), poisoned, noise)
+
+
 def packed_inputs(case: Case, *, grad: bool = False) -> tuple[Tensor, ...]:
     """(total, heads, dim) tensors, and the offsets."""
     tensors = [tensor[0].transpose(0, 1).detach().nan_to_num().requires_grad_(grad) for tensor in case[1:4]]
@@ -286,64 +310,49 @@ def test_slopes_of_each_sequence(backend):
         assert_close(slopes.grad[number], own.grad, budget(torch.float32, 64))
 
 
-@pytest.mark.parametrize("backend", ["reference", "tiled"])
-def test_keys_that_are_not_used(backend):
-    """As if the tensors had no others: masks are aligned to those that are used."""
-    case = make_case(Causal(), torch.float64)
-    *tensors, cu_q, cu_k = packed_inputs(case, grad=True)
-    used = torch.tensor([70, 20, 5, 500, 0, 3, 129], dtype=torch.int32)
-    mask = Causal("bottom-right")
-    out = tilewise.attention_packed(*tensors, cu_q, cu_k, mask=mask, seqused_k=used, backend=backend)
-    grads = torch.autograd.grad(out.sum(), tensors)
-    spans = zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), used.tolist(), strict=True)
-    for (q0, q1), (k0, k1), count in spans:
-        end = min(k1, k0 + count)
-        own = [
-            x[None, a:b].detach().requires_grad_()
-            for x, a, b in zip(tensors, (q0, k0, k0), (q1, end, end), strict=True)
-        ]
-        want = tilewise.attention(*own, mask=mask, layout="bshd", backend=backend)
-        assert_close(out[q0:q1], want[0], budget(torch.float64))
-        for grad, alone, (a, b) in zip(
-            grads, torch.autograd.grad(want.sum(), own), ((q0, q1), (k0, end), (k0, end)), strict=True
-        ):
-            assert_close(grad[a:b], alone[0], budget(torch.float64))
-        assert (grads[1][end:k1] == 0).all()
-    operands = {**case.operands, "seqused_k": used}
-    problem = case.problem.with_(mask=Packed(7, 0, 0, mask, used=True))
-    inputs = [x.detach().transpose(0, 1)[None] for x in tensors]
-    again, _ = reference.forward(*inputs, with_spans(problem), None, spans_of_offsets(problem, operands))
-    assert_close(again[0].transpose(0, 1), out, budget(torch.float64))
+USED = torch.tensor([70, 20, 5, 500, 0, 3, 129], dtype=torch.int32)
+PADDING = torch.tensor([0, 20, 25, 10, -3, 0, 129], dtype=torch.int32)
+PARTS = {"used": {"seqused_k": USED}, "padded": {"leftpad_k": PADDING}}
+PARTS["padded and used"] = {"seqused_k": torch.where(USED == 129, 200, USED), "leftpad_k": PADDING}
+
+
+def of_parts(problem: Problem, part: str, mask: Any) -> Problem:
+    return problem.with_(mask=Packed(7, 200, 300, mask, used="used" in part, padded="padded" in part))
+
+
+def places_of_keys(starts: Tensor, part: str) -> list[tuple[int, int]]:
+    """From where to where every sequence has keys; those that are used count from the offset."""
+    used, padding = PARTS[part].get("seqused_k"), PARTS[part].get("leftpad_k")
+    places = []
+    for number, (begin, end) in enumerate(pairwise(starts.tolist())):
+        last = end if used is None else min(end, begin + int(used[number]))
+        places.append((begin if padding is None else min(last, begin + max(0, int(padding[number]))), last))
+    return places
 
 
 @pytest.mark.parametrize("backend", ["reference", "tiled"])
 @pytest.mark.parametrize("mask", [Causal(), Causal("bottom-right"), Window(20, 3, "bottom-right")], ids=str)
-@pytest.mark.parametrize("with_used", [False, True], ids=["", "used"])
-def test_padding_before_the_keys(backend, mask, with_used):
-    """As if it were not there; those that are used count from the offset."""
+@pytest.mark.parametrize("part", PARTS)
+def test_keys_that_are_not_used_and_padding_before_them(backend, mask, part):
+    """As if the tensors did not have them: masks are aligned to the others."""
     case = make_case(Causal(), torch.float64)
     *tensors, cu_q, cu_k = packed_inputs(case, grad=True)
-    padding = torch.tensor([0, 20, 25, 10, -3, 0, 129], dtype=torch.int32)
-    used = torch.tensor([70, 20, 5, 500, 0, 3, 200], dtype=torch.int32) if with_used else None
-    out = tilewise.attention_packed(*tensors, cu_q, cu_k, mask=mask, leftpad_k=padding, seqused_k=used, backend=backend)
+    out = tilewise.attention_packed(*tensors, cu_q, cu_k, mask=mask, backend=backend, **PARTS[part])
     grads = torch.autograd.grad(out.sum(), tensors)
-    ends = [min(k1, k0 + int(used[i])) if with_used else k1 for i, (k0, k1) in enumerate(pairwise(cu_k.tolist()))]
-    begins = [min(end, k0 + max(0, int(count))) for k0, end, count in zip(cu_k.tolist(), ends, padding, strict=False)]
-    for (q0, q1), k0, k1 in zip(pairwise(cu_q.tolist()), begins, ends, strict=True):
+    of_keys, seen = places_of_keys(cu_k, part), torch.zeros(len(tensors[1]), dtype=torch.bool)
+    for (q0, q1), (k0, k1) in zip(pairwise(cu_q.tolist()), of_keys, strict=True):
         places = ((q0, q1), (k0, k1), (k0, k1))
         own = [x[None, a:b].detach().requires_grad_() for x, (a, b) in zip(tensors, places, strict=True)]
         want = tilewise.attention(*own, mask=mask, layout="bshd", backend=backend)
         assert_close(out[q0:q1], want[0], budget(torch.float64))
         for grad, alone, (a, b) in zip(grads, torch.autograd.grad(want.sum(), own), places, strict=True):
             assert_close(grad[a:b], alone[0], budget(torch.float64))
-    seen = torch.zeros(tensors[1].shape[0], dtype=torch.bool)
-    for k0, k1 in zip(begins, ends, strict=True):
         seen[k0:k1] = True
     assert (grads[1][~seen] == 0).all()
-    operands = {**case.operands, "leftpad_k": padding} | ({"seqused_k": used} if with_used else {})
-    problem = case.problem.with_(mask=Packed(7, 0, 0, mask, used=with_used, padded=True))
+    problem = of_parts(case.problem, part, mask)
     inputs = [x.detach().transpose(0, 1)[None] for x in tensors]
-    again, _ = reference.forward(*inputs, with_spans(problem), None, spans_of_offsets(problem, operands))
+    spans = spans_of_offsets(problem, {**case.operands, **PARTS[part]})
+    again, _ = reference.forward(*inputs, with_spans(problem), None, spans)
     assert_close(again[0].transpose(0, 1), out, budget(torch.float64))
 
 
@@ -692,13 +701,7 @@ def test_forward(monkeypatch, backend, target, mask, shape, poisoned):
 def test_backward(monkeypatch, backend, target, mask, shape, poisoned, deterministic):
     emulation.install(monkeypatch)
     case = make_case(mask, poisoned=poisoned, needs_grad=True, deterministic=deterministic, **SHAPES[shape])
-    dout = torch.randn(case.problem.seq_q, case.problem.heads_q, case.problem.head_dim_v).to(BF16).transpose(0, 1)[None]
-    out, lse, truth = made(case, dout)
-    for sequence in poisoned:
-        case.of(dout, sequence, 0).fill_(torch.nan)
-    backward = backend.bind_backward(case.problem, None, target)
-    grads = backward(dout, None, case.q, case.k, case.v, out, lse, case.operands)
-    check_backward(case, grads, truth, rounding_budget(BF16, 5), poisoned)
+    check_gradients(backend, target, case, poisoned)
 
 
 @emulation.emulated
@@ -750,14 +753,7 @@ def test_drawn_lengths(monkeypatch, backend, target, mask, number):
         forward = backend.bind(case.q, case.k, case.v, problem, None, target, case.operands)
         out, lse = forward(case.q, case.k, case.v, case.operands)
         check_forward(case, out, lse, poisoned, any_lengths=True)
-        dout = torch.randn(problem.seq_q, problem.heads_q, problem.head_dim_v).to(BF16).transpose(0, 1)[None]
-        out, lse, truth = made(case, dout)
-        noise = {sequence: gradient_noise(case, dout, sequence) for sequence in truth}
-        for sequence in poisoned:
-            case.of(dout, sequence, 0).fill_(torch.nan)
-        backward = backend.bind_backward(problem, None, target)
-        grads = backward(dout, None, case.q, case.k, case.v, out, lse, case.operands)
-        check_backward(case, grads, truth, rounding_budget(BF16, 5), poisoned, noise)
+        check_gradients(backend, target, case, poisoned, noisy=True)
 
 
 @emulation.emulated
@@ -769,12 +765,7 @@ def test_backward_in_either_order(monkeypatch, backend, target, longest):
     case = make_case(Causal("bottom-right"), needs_grad=True)
     mask = case.problem.mask
     case = case._replace(problem=case.problem.with_(mask=Packed(mask.sequences, longest, longest, mask.inner)))
-    dout = torch.randn_like(case.q)
-    out, lse, truth = made(case, dout)
-    grads = backend.bind_backward(case.problem, None, target)(
-        dout, None, case.q, case.k, case.v, out, lse, case.operands
-    )
-    check_backward(case, grads, truth, rounding_budget(BF16, 5))
+    check_gradients(backend, target, case)
 
 
 TERMS: dict[str, Any] = {
@@ -792,20 +783,8 @@ def test_terms_of_scores(monkeypatch, backend, target, name):
     emulation.install(monkeypatch)
     terms, tensors = TERMS[name]
     case = make_case(Causal("bottom-right"), scores=terms, needs_grad=True)
-    operands = {**case.operands, **tensors}
-    wide = case.problem.with_(dtype=torch.float64)
     inputs = [tensor.nan_to_num() for tensor in case[1:4]]
-    doubles = [tensor.double() for tensor in inputs]
-    want, want_lse = reference.forward(*doubles, wide, None, operands)
-    out, lse = backend.bind(*inputs, case.problem, None, target, operands)(*inputs, operands)
-    assert_close(out, want, rounding_budget(BF16, 3))
-    assert torch.equal(lse.isinf(), want_lse.isinf())
-    dout = torch.randn_like(case.q)
-    truth = reference.backward(dout.double(), None, *doubles, want, want_lse, wide, None, operands)
-    backward = backend.bind_backward(case.problem, None, target)
-    grads = backward(dout, None, *inputs, want.to(BF16), want_lse.float(), operands)
-    for which, grad in grads.items():
-        assert_close(grad, truth[which], rounding_budget(BF16, 6), which)
+    check_against_the_reference(backend, target, case.problem, {**case.operands, **tensors}, inputs)
 
 
 WITHOUT_KEYS = ((129, 333), (100, 0), (64, 30))  # also rows that see none of their sequence's
@@ -821,19 +800,10 @@ def test_rows_without_keys_under_a_sink(monkeypatch, backend, target, mask, dims
     emulation.install(monkeypatch)
     fields = {"scores": (Sink(),), "needs_grad": True, "deterministic": deterministic}
     case = make_case(mask, lengths=WITHOUT_KEYS, heads=(2, 2), dims=dims, **fields)
-    operands = {**case.operands, "sink": torch.randn(2)}
-    inputs = [tensor.nan_to_num() for tensor in case[1:4]]
-    doubles, wide = [tensor.double() for tensor in inputs], case.problem.with_(dtype=torch.float64)
-    want, want_lse = reference.forward(*doubles, wide, None, operands)
-    out, lse = backend.bind(*inputs, case.problem, None, target, operands)(*inputs, operands)
-    assert_close(out, want, rounding_budget(BF16, 3))
-    assert_close(lse, want_lse, budget(torch.float32, 64))
-    dout = torch.randn_like(out)
-    truth = reference.backward(dout.double(), None, *doubles, want, want_lse, wide, None, operands)
-    backward = backend.bind_backward(case.problem, None, target)
-    grads = backward(dout, None, *inputs, want.to(BF16), want_lse.float(), operands)
-    for which, grad in grads.items():
-        assert_close(grad, truth[which], rounding_budget(BF16, 6), which)
+    inputs, operands = [tensor.nan_to_num() for tensor in case[1:4]], {**case.operands, "sink": torch.randn(2)}
+    assert_close(
+        *check_against_the_reference(backend, target, case.problem, operands, inputs), budget(torch.float32, 64), "lse"
+    )
 
 
 @emulation.emulated
@@ -900,51 +870,22 @@ def test_dropout_is_never_drawn_by_spans():
 
 @emulation.emulated
 @pytest.mark.parametrize(("backend", "target"), KERNELS)
-def test_keys_that_kernels_do_not_use(monkeypatch, backend, target):
+@pytest.mark.parametrize("part", ["used", "padded"])
+def test_keys_that_kernels_do_not_look_at(monkeypatch, backend, target, part):
     emulation.install(monkeypatch)
-    case = make_case(Causal("bottom-right"), needs_grad=True)
-    used = torch.tensor([70, 20, 5, 500, 0, 3, 129], dtype=torch.int32)
-    mask = Packed(7, 200, 300, Causal("bottom-right"), used=True)
-    problem, operands = case.problem.with_(mask=mask), {**case.operands, "seqused_k": used}
-    inputs = [tensor.nan_to_num() for tensor in case[1:4]]
-    doubles, wide = [tensor.double() for tensor in inputs], problem.with_(dtype=torch.float64)
-    want, want_lse = reference.forward(*doubles, wide, None, operands)
-    for tensor in inputs[1:]:
-        for start, end, count in zip(case.offsets[1], case.offsets[1][1:], used, strict=False):
-            tensor[:, :, int(start) + min(int(count), int(end) - int(start)) : int(end)] = torch.nan
-    out, lse = backend.bind(*inputs, problem, None, target, operands)(*inputs, operands)
-    assert_close(out, want, rounding_budget(BF16, 3))
-    assert torch.equal(lse.isinf(), want_lse.isinf())
-    dout = torch.randn_like(case.q)
-    truth = reference.backward(dout.double(), None, *doubles, want, want_lse, wide, None, operands)
-    backward = backend.bind_backward(problem, None, target)
-    grads = backward(dout, None, *inputs, want.to(BF16), want_lse.float(), operands)
-    for which, grad in grads.items():
-        assert_close(grad, truth[which], rounding_budget(BF16, 6), which)
-
-
-@emulation.emulated
-@pytest.mark.parametrize(("backend", "target"), KERNELS)
-def test_padding_that_kernels_do_not_look_at(monkeypatch, backend, target):
-    emulation.install(monkeypatch)
-    case = make_case(Causal("bottom-right"), needs_grad=True)
-    padding = torch.tensor([0, 20, 25, 10, -3, 0, 129], dtype=torch.int32)
-    mask = Packed(7, 200, 300, Causal("bottom-right"), padded=True)
-    problem, operands = case.problem.with_(mask=mask), {**case.operands, "leftpad_k": padding}
-    inputs = [tensor.nan_to_num() for tensor in case[1:4]]
-    doubles, wide = [tensor.double() for tensor in inputs], problem.with_(dtype=torch.float64)
-    want, want_lse = reference.forward(*doubles, wide, None, operands)
-    for tensor in inputs[1:]:
-        for start, end, count in zip(case.offsets[1], case.offsets[1][1:], padding, strict=False):
-            tensor[:, :, int(start) : min(int(end), int(start) + max(0, int(count)))] = torch.nan
-    out, _ = backend.bind(*inputs, problem, None, target, operands)(*inputs, operands)
-    assert_close(out, want, rounding_budget(BF16, 3))
-    dout = torch.randn_like(case.q)
-    truth = reference.backward(dout.double(), None, *doubles, want, want_lse, wide, None, operands)
-    backward = backend.bind_backward(problem, None, target)
-    grads = backward(dout, None, *inputs, want.to(BF16), want_lse.float(), operands)
-    for which, grad in grads.items():
-        assert_close(grad, truth[which], rounding_budget(BF16, 6), which)
+    mask = Causal("bottom-right")
+    case = make_case(mask, needs_grad=True)
+    known = [tensor.nan_to_num() for tensor in case[1:4]]
+    q, *keys_and_values = [tensor.clone() for tensor in known]
+    unseen = torch.ones(case.k.shape[2], dtype=torch.bool)
+    unseen[int(case.offsets[1][-1]) :] = False
+    for begin, end in places_of_keys(case.offsets[1], part):
+        unseen[begin:end] = False
+    for tensor in keys_and_values:
+        tensor[:, :, unseen] = torch.nan
+    operands = {**case.operands, **PARTS[part]}
+    problem = of_parts(case.problem, part, mask)
+    check_against_the_reference(backend, target, problem, operands, (q, *keys_and_values), known)
 
 
 @emulation.emulated
@@ -1031,16 +972,7 @@ def test_terms_of_documents(monkeypatch, backend, target, name):
     terms, operands = DOCUMENT_TERMS[name]
     problem, inputs = documents_case(Documents(DOCUMENTS, (), Causal()), scores=terms, needs_grad=True)
     assert packed_units(backend.program(problem, target, backend.configs(problem, target)[0]))
-    wide, doubles = problem.with_(dtype=torch.float64), [tensor.double() for tensor in inputs]
-    want, want_lse = reference.forward(*doubles, wide, None, operands)
-    out, _ = backend.bind(*inputs, problem, None, target, operands)(*inputs, operands)
-    assert_close(out, want, rounding_budget(BF16, 3))
-    dout = torch.randn_like(inputs[0])
-    truth = reference.backward(dout.double(), None, *doubles, want, want_lse, wide, None, operands)
-    backward = backend.bind_backward(problem, None, target)
-    grads = backward(dout, None, *inputs, want.to(BF16), want_lse.float(), operands)
-    for which, grad in grads.items():
-        assert_close(grad, truth[which], rounding_budget(BF16, 6), which)
+    check_against_the_reference(backend, target, problem, operands, inputs)
 
 
 @emulation.emulated

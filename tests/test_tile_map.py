@@ -146,6 +146,14 @@ def test_every_way_to_read_a_mask(monkeypatch: Any, how: str, by_keys: bool) -> 
     assert got == want
 
 
+def keep_case(monkeypatch: Any, keep: torch.Tensor, dim: int, mask: Any, **fields: Any) -> term_cases.Case:
+    """Of 700 keys, and with a map however small it is."""
+    monkeypatch.setattr(tile_map, "MIN_SCORES", 0)
+    fields = {"seq_q": 300, "seq_kv": 700} | fields
+    plain = term_cases.case_of(torch.bfloat16, dim, mask, (), lambda _: {}, **fields).problem
+    return term_cases.case_of(torch.bfloat16, dim, mask, (Keep.of(keep, plain),), lambda _: {"keep": keep}, **fields)
+
+
 MAPS = [
     ((2, 4, 300, 700), Full()),
     ((2, 1, 1, 700), Causal("bottom-right")),
@@ -166,11 +174,7 @@ def test_kernels_go_through_their_lists(
     keep = mask_of(shape, "plain")
     keep[0, 0, :, :400] = True
     keep[-1, -1, : 130 if shape[2] > 1 else 1, 200:] = False
-    monkeypatch.setattr(tile_map, "MIN_SCORES", 0)
-    sizes = {"seq_kv": 700, "needs_grad": back}
-    plain = term_cases.case_of(torch.bfloat16, dim, mask, (), lambda _: {}, seq_q=300, **sizes).problem
-    terms = (Keep.of(keep, plain),)
-    case = term_cases.case_of(torch.bfloat16, dim, mask, terms, lambda _: {"keep": keep}, seq_q=300, **sizes)
+    case = keep_case(monkeypatch, keep, dim, mask, needs_grad=back)
     assert backend.program(case.problem, H200, backend.configs(case.problem, H200)[0]).prepared
     term_cases.check(monkeypatch, backend, case, back=back)
 
@@ -179,11 +183,7 @@ def test_kernels_go_through_their_lists(
 @pytest.mark.parametrize("shape", [(2, 4, 300, 700), (2, 1, 1, 700)], ids=str)
 @pytest.mark.parametrize(("dim", "block_kv"), [(96, 112), (256, 48)], ids=str)
 def test_tiles_that_begin_inside_of_a_word(monkeypatch: Any, dim: int, block_kv: int, shape: tuple[int, ...]) -> None:
-    keep, mask = mask_of(shape, "plain"), Window(200, 40)
-    monkeypatch.setattr(tile_map, "MIN_SCORES", 0)
-    plain = term_cases.case_of(torch.bfloat16, dim, mask, (), lambda _: {}, seq_q=300, seq_kv=700).problem
-    terms = (Keep.of(keep, plain),)
-    case = term_cases.case_of(torch.bfloat16, dim, mask, terms, lambda _: {"keep": keep}, seq_q=300, seq_kv=700)
+    case = keep_case(monkeypatch, mask_of(shape, "plain"), dim, Window(200, 40))
     large = case.problem.with_(batch=4, heads_q=16, heads_kv=16, seq_q=4096, seq_kv=4096)
     config = next(one for one in SM90.configs(large, H200) if one.block_kv == block_kv)
     monkeypatch.setattr(type(SM90), "configs", lambda *_: [config])
@@ -211,12 +211,9 @@ def test_tiles_of_keys_add_to_a_query_tile_in_every_order(
     shape, band = mask
     keep = mask_of(shape, "plain")
     keep[-1, -1, : 130 if shape[2] > 1 else 1, 200:] = False
-    monkeypatch.setattr(tile_map, "MIN_SCORES", 0)
     if order == "any":
         monkeypatch.setattr(sm90_backward, "MAX_CLAIMANTS", 0)
-    fields = {"seq_q": 300, "seq_kv": 700, "needs_grad": True, "deterministic": order == "by keys"}
-    plain = term_cases.case_of(torch.bfloat16, dim, band, (), lambda _: {}, **fields).problem
-    case = term_cases.case_of(torch.bfloat16, dim, band, (Keep.of(keep, plain),), lambda _: {"keep": keep}, **fields)
+    case = keep_case(monkeypatch, keep, dim, band, needs_grad=True, deterministic=order == "by keys")
     program = backend.backward_program(case.problem, H200, backend.backward_configs(case.problem, H200)[0])
     made = {name for one in program.prepared for name, _ in one.results}
     assert ("tile_turns" in made) == (order == "by keys")
@@ -231,13 +228,9 @@ def test_queries_without_keys_have_no_gradient(monkeypatch: Any, order: str) -> 
     keep = torch.rand(2, 1, 400, 700) < 0.5
     keep[0, :, :200] = False
     keep[1, :, 300:] = False
-    monkeypatch.setattr(tile_map, "MIN_SCORES", 0)
     if order == "any":
         monkeypatch.setattr(sm90_backward, "MAX_CLAIMANTS", 0)
-    fields = {"seq_q": 400, "seq_kv": 700, "needs_grad": True, "deterministic": order == "by keys"}
-    plain = term_cases.case_of(torch.bfloat16, 64, Full(), (), lambda _: {}, **fields).problem
-    terms = (Keep.of(keep, plain),)
-    case = term_cases.case_of(torch.bfloat16, 64, Full(), terms, lambda _: {"keep": keep}, **fields)
+    case = keep_case(monkeypatch, keep, 64, Full(), seq_q=400, needs_grad=True, deterministic=order == "by keys")
     term_cases.check(monkeypatch, SM90, case, back=True)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from family import BF16, H200, Family
+from family_choices import *  # noqa: F403 (every case, for this family)
+from family_choices import REFUSED
 
 from support import make_problem
 from tilewise import Causal, Full, Target, Window
@@ -15,65 +16,13 @@ from tilewise.engine import SM90, run
 from tilewise.engine.program import Map
 from tilewise.engine.sm90 import forward
 from tilewise.masks import Packed
-from tilewise.problem import Strides
 from tilewise.terms import Alibi, KeyLengths, Sink, Spans
 
-H200 = Target.named("h200")
-BUDGETS = json.loads((Path(__file__).parents[1] / "ratchet.json").read_text())["kernels"]
-
-DIMS = [
-    (8, 8),
-    (64, 64),
-    (72, 40),
-    (80, 80),
-    (96, 96),
-    (128, 128),
-    (40, 128),
-    (192, 128),
-    (192, 192),
-    (200, 256),
-    (256, 256),
+FAMILY = Family(SM90, BF16, ("forward", "backward"))
+REFUSALS = [
+    *REFUSED,
+    ({"dtype": torch.float32, "needs_grad": True, "head_dim": 192, "head_dim_v": 192}, "takes heads to 128"),
 ]
-MASKS = [Full(), Causal(), Causal("bottom-right"), Window(100, 3), Window(None, 2, "bottom-right")]
-
-
-def problems():
-    for (dim, dim_v), mask, softcap, seq in (
-        (d, m, c, s) for d in DIMS for m in MASKS for c in (0.0, 30.0) for s in (1, 300, 4096)
-    ):
-        yield make_problem((2, 8, seq, dim), torch.bfloat16, head_dim_v=dim_v, heads_kv=2, mask=mask, softcap=softcap)
-
-
-def test_every_problem_it_takes_has_a_config_that_fits_and_is_compiled_in_ci():
-    for problem in problems():
-        assert SM90.why_not(problem, H200) == []
-        configs = SM90.configs(problem, H200)
-        assert configs, str(problem)
-        for config in configs:
-            budget = BUDGETS[forward.unit(config).label]
-            assert config.smem_bytes == budget["smem_bytes"] <= H200.smem_per_block
-            assert config.register_limit == budget["registers"]
-            assert config.head_dim >= problem.head_dim
-            assert config.head_dim_v >= problem.head_dim_v
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"dtype": torch.float64}, "float64"),
-        ({"dtype": torch.float32, "needs_grad": True, "head_dim": 192, "head_dim_v": 192}, "takes heads to 128"),
-        ({"head_dim": 60, "head_dim_v": 60}, "multiples of 8"),
-        ({"head_dim": 264}, "264 is over 256"),
-        ({"scale": -1.0}, "negative"),
-        ({"strides": Strides.UNALIGNED}, "unaligned"),
-        ({"transformed": True}, "functorch"),
-    ],
-)
-def test_each_refusal_is_named(change, says):
-    problem = make_problem((1, 2, 64, 64), **({"dtype": torch.bfloat16} | change))
-    (reason,) = SM90.why_not(problem, H200)
-    assert says in reason.what
-    assert reason.remedy
 
 
 def test_refusals_add_up():

@@ -170,3 +170,11 @@ def test_extra_memory_of_pieces_grows_with_the_sequence_and_not_with_its_square(
     for (name, deterministic, seq), size in extra.items():
         if seq == 8192:
             assert size <= 2.1 * extra[name, deterministic, 4096], name
+
+
+@pytest.mark.parametrize("module", [sm80_backward, sm90_backward], ids=["sm80", "sm90"])
+def test_extra_memory_without_pieces_is_a_row_of_dq_and_two_terms(module):
+    for seq in (4096, 8192):
+        problem = problem_of((2, 1), (seq, seq), dtype=torch.bfloat16)
+        config = module.configs(problem, H200)[0]
+        assert module.program(problem, H200, config, frozenset("q")).scratch.bytes == 4 * 2 * seq * (128 + 2)

@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from typing import TYPE_CHECKING
 
-from test_backend_sm90_float32 import DIM, FLOOR, RANGES, SEQ, errors
-from test_backend_sm90_float32_backward import WIDE, assert_grads_as_good_as, like_out, plain_grads
+from family import like_out
+from float32_cases import DIM, FLOOR, RANGES, SEQ, WIDE, assert_grads_as_good_as, errors, plain_grads
 
 import tilewise
 from support import budget, exact, in_order, make_inputs, make_problem
