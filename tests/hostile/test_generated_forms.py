@@ -35,6 +35,12 @@ def test_every_form_in_every_way(monkeypatch: Any, form: str, way: str) -> None:
     assert {one.what for one in outcomes} <= {"matched", "refused"}, form_generator.report(outcomes)
 
 
+@pytest.mark.parametrize("seed", [1049082352, 1049084720])
+def test_gradients_in_16_bits_that_cancel_over_wide_heads(seed: int) -> None:
+    outcome = form_generator.run(form_generator.Problem("batched", seed, 0, "cpu"))
+    assert outcome.what == "matched"
+
+
 def test_a_graph_that_changes_between_backwards_is_seen(monkeypatch: Any) -> None:
     attention, calls = term_generator.tilewise.attention, []
 
