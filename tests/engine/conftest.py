@@ -21,6 +21,7 @@ LISTS = {
     "gradient": "GRADIENTS",
     "cut": "CUT",
     "partly": "PARTLY",
+    "partly_cut": "PARTLY_CUT",
     "subnormal": "SUBNORMAL",
     "dominated": "DOMINATED",
     "gradient_in_any_order": "GRADIENTS_IN_ANY_ORDER",

@@ -53,18 +53,28 @@ def test_gradients_in_whatever_order_the_hardware_works(
     check(monkeypatch, family, problem, gradient_in_any_order.target, seed, draw=seed)
 
 
+def check_some_gradients(monkeypatch: pytest.MonkeyPatch, family: Family, case: Case) -> None:
+    """Those that are not wanted are not there, and the others are the same to the last bit."""
+    problem = case.problem(family, needs_grad=True)
+    inputs, dout = inputs_of(problem), like_out(problem)
+    everything = family.backward(monkeypatch, problem, inputs, dout, case.target)
+    for wants in ((True, False, False), (False, True, False), (False, False, True), (False, True, True)):
+        grads = family.backward(monkeypatch, problem, inputs, dout, case.target, wants=wants)
+        for grad, whole, want in zip(grads, everything, wants, strict=True):
+            assert torch.equal(grad, whole) if want else grad is None
+
+
 @emulated
 def test_gradients_that_are_not_wanted_are_not_there(
     monkeypatch: pytest.MonkeyPatch, family: Family, partly: Case
 ) -> None:
-    """And the others are the same to the last bit."""
-    problem = partly.problem(family, needs_grad=True)
-    inputs, dout = inputs_of(problem), like_out(problem)
-    everything = family.backward(monkeypatch, problem, inputs, dout, partly.target)
-    for wants in ((True, False, False), (False, True, False), (False, False, True), (False, True, True)):
-        grads = family.backward(monkeypatch, problem, inputs, dout, partly.target, wants=wants)
-        for grad, whole, want in zip(grads, everything, wants, strict=True):
-            assert torch.equal(grad, whole) if want else grad is None
+    check_some_gradients(monkeypatch, family, partly)
+
+
+@emulated
+def test_pieces_without_some_gradients(monkeypatch: pytest.MonkeyPatch, family: Family, partly_cut: Case) -> None:
+    assert family.divided(partly_cut.problem(family, needs_grad=True), partly_cut.target).cut
+    check_some_gradients(monkeypatch, family, partly_cut)
 
 
 @emulated

@@ -45,10 +45,8 @@ CUT = [
     ),
     Case((300, 200), (192, 128), (4, 1), fields={"deterministic": True}),
 ]
-PARTLY = [
-    Case((150, 200), heads=(2, 1), mask=BOTTOM_RIGHT),
-    Case((300, 130), heads=(4, 1), mask=BOTTOM_RIGHT, fields={"deterministic": True}),
-]
+PARTLY = [Case((150, 200), heads=(2, 1), mask=BOTTOM_RIGHT)]
+PARTLY_CUT = [Case((600, 130), heads=(4, 1), mask=BOTTOM_RIGHT, fields={"deterministic": True})]
 GRADIENTS_IN_ANY_ORDER = [Case((150, 200), heads=(2, 1), mask=BOTTOM_RIGHT)]
 
 
