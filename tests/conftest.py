@@ -49,6 +49,14 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Process, "_receive", patiently)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _own_report() -> None:
+    """The report of tilewise.sdpa drops its oldest lines when it is full. Those that other files left would fill it."""
+    from tilewise.integrations.sdpa import report
+
+    report._records.clear()
+
+
 @pytest.fixture
 def compiled_override(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiled kernel of tilewise.sdpa is in front, whatever ran in this process before.
