@@ -627,7 +627,7 @@ struct EarlyOf<Term, count> {
   using Type = typename Term::template Early<count>;
 };
 
-// A term's Once: the kernel's copy, or one that is made here.
+// A term's Once: the kernel's copy, or a copy made here.
 template <typename Once, typename Params, typename At>
 __device__ __forceinline__ Once once_of(const Params& params, const At& at) {
   if constexpr (requires { at.once(); })
