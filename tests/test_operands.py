@@ -18,12 +18,13 @@ from torch.utils.flop_counter import FlopCounterMode
 import emulation
 import tilewise
 from support import assert_close, budget
-from tilewise import Causal, InvalidInput, Problem, Target, UnsupportedProblem, Window, memo, op, scores
+from tilewise import Causal, InvalidInput, PrefixLM, Problem, Target, UnsupportedProblem, Window, memo, op, scores
 from tilewise.engine import run
 from tilewise.engine.program import Address
 from tilewise.operands import Grads, Operand, Wants
 from tilewise.plan import BACKENDS
 from tilewise.scores import Softcap, Term, Where
+from tilewise.terms import Alibi
 
 Tensor = torch.Tensor
 
@@ -461,3 +462,16 @@ def test_one_invalidate_empties_everything_and_changes_of_state_call_it():
             assert not len(rule.memo)
             assert not rule.recent
     memo.invalidate()
+
+
+@pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (0, 0)])
+def test_a_backward_without_rows_or_keys_reads_no_spans_of_its_mask(lengths: tuple[int, int]) -> None:
+    problem = Problem(
+        1, 2, 2, *lengths, 64, 64, torch.float16, PrefixLM(3), needs_grad=True, scores=(Alibi(learned=True),)
+    )
+    q, out, k = (torch.ones(1, 2, length, 64, dtype=torch.float16) for length in (lengths[0], lengths[0], lengths[1]))
+    slopes = torch.ones(2)
+    backward = run.bind_backward(lambda device, wants: pytest.fail("there is nothing to launch"), problem)
+    grads = backward(out, None, q, k, k, out, out[..., 0].float(), {"alibi": slopes}, frozenset(("q", "k", "alibi")))
+    assert {name: tuple(grad.shape) for name, grad in grads.items()} == {"q": q.shape, "k": k.shape, "alibi": (2,)}
+    assert not any(grad.any() for grad in grads.values())

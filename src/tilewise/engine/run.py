@@ -455,7 +455,8 @@ def bind_backward(
     asked, problem = problem, in_terms(problem)
     of_mask: Operands | None = None  # until the device is known
     known: dict[tuple[Any, ...], BoundBackward] = {}
-    empty, names = problem.empty, tuple(operand.name for operand in problem.operands)
+    empty = problem.empty  # nothing is read then, and a mask has no operands
+    names = () if empty else tuple(operand.name for operand in problem.operands)
 
     def bound(
         dout: Tensor,
