@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 from itertools import product
 
@@ -46,7 +47,7 @@ def problems():
 
 def kind_of(unit):
     """Its label with the terms, extents and the format of 16 bits taken out."""
-    name = unit.name.replace("_softcap", "").replace("_packed", "").replace("bf16_", "16_").replace("fp16_", "16_")
+    name = re.sub("_softcap|_spans|_packed", "", unit.name).replace("bf16_", "16_").replace("fp16_", "16_")
     return f"{name}.{unit.arch}"
 
 

@@ -45,7 +45,7 @@ class Spans(Term):
         return (keys >= first) & (keys < end)
 
     def cpp_type(self, *, precise: bool) -> str:
-        return "tilewise::Spans"
+        return f"tilewise::Spans<tilewise::Precision::{'precise' if precise else 'fast'}>"
 
     @property
     def cpp_source(self) -> str:

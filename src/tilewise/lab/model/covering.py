@@ -19,6 +19,7 @@ from ...engine.source import COMPILED
 from ...masks import Cached, Causal, Full, Packed, Window
 from ...problem import Problem
 from ...scores import softcapped
+from ...terms import Spans
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -78,6 +79,18 @@ def _problems() -> Iterator[Problem]:
             mask=Packed(4, 8192, 8192, Causal()),
         )
     yield from _decoding()
+    yield Problem(  # the float32 kernel with the fewest registers to spare
+        batch=1,
+        heads_q=1,
+        heads_kv=1,
+        seq_q=2112,
+        seq_kv=2112,
+        head_dim=128,
+        head_dim_v=128,
+        dtype=torch.float32,
+        mask=Full(),
+        scores=(Spans(),),
+    )
     masks = (Full(), Causal(), Window(64, 0))
     for (head_dim, head_dim_v), mask, cap, numbers, (seq_q, seq_kv) in product(
         HEAD_DIM_CLASSES, masks, (0.0, 1.0), _NUMBERS, _LENGTHS

@@ -9,6 +9,7 @@
 
 namespace tilewise {
 
+template <Precision precision>
 struct Spans {
   struct Operands {
     const int* first_key;  // (batch, queries)
@@ -94,6 +95,17 @@ struct Spans {
     }
   };
 
+  // Why the precise kernels load the operands again for every fragment of queries: the assembler
+  // would keep twelve registers of them throughout the loop, and spill others. Invariant: the index
+  // is 0, which only the hardware knows; a block has at most 1024 threads.
+  template <RowsAre rows_are>
+  __device__ __forceinline__ const Operands& operands_of() const {
+    if constexpr (precision == Precision::precise && rows_are == RowsAre::queries)
+      return (&operands)[ptx::thread_again() / 1024];
+    else
+      return operands;
+  }
+
   // The keys outside the band are hidden in the same pass: a separate term would process every
   // element again.
   template <int count, typename At>
@@ -106,7 +118,7 @@ struct Spans {
       if constexpr (requires { at.of_rows(); })
         seen = static_cast<const OfRows&>(at.of_rows()).row(r);
       else
-        seen = of_row(operands, seq_q, seq_k, at, row);
+        seen = of_row(operands_of<At::rows_are>(), seq_q, seq_k, at, row);
       seen = seen.within(in_band(at, row));
       hide_outside(v, r, seen.begin - column, seen.end - column);
     }
