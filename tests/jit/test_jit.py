@@ -459,6 +459,14 @@ def test_the_key_covers_source_options_arch_and_compiler(monkeypatch: pytest.Mon
     assert len(keys | {build_key(copy_unit())}) == 5
 
 
+@pytest.mark.parametrize(("version", "has_memory"), [("12.6", False), ("12.8", False), ("12.9", True), ("13.0", True)])
+def test_only_compilers_that_remember_builds_are_asked_not_to(
+    version: str, has_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "nvrtc_version", lambda: version)
+    assert ("--no-cache" in compiling._options(copy_unit())) == has_memory
+
+
 def test_the_key_covers_every_header_that_is_reached(tmp_path: Path) -> None:
     (tmp_path / "sm90").mkdir()
     (tmp_path / "sm90" / "outer.cuh").write_text('#pragma once\n#include "inner.cuh"\n#include <shared.cuh>\n')

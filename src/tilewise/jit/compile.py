@@ -149,7 +149,10 @@ def _options(unit: Unit) -> list[str]:
     """Every compiler option but the include paths, whose contents count, not their places."""
     # Why: -lineinfo costs nothing at run time and lets profilers and assembler errors name source lines; --no-cache,
     # because NVRTC answers a repeated build from a memory of its own, without the assembler's log that the gates read.
-    fixed = ("--std=c++20", "-lineinfo", "--no-cache", "--ptxas-options=-v")
+    # It has that memory, and the option, since 12.9.
+    fixed = ["--std=c++20", "-lineinfo", "--no-cache", "--ptxas-options=-v"]
+    if tuple(map(int, nvrtc_version().split("."))) < (12, 9):
+        fixed.remove("--no-cache")
     return [f"--gpu-architecture={unit.arch}", *fixed, *unit.options]
 
 
