@@ -375,7 +375,7 @@ def _check_values(problem: Problem, operands: Operands) -> None:
     assert isinstance(mask, Cached)
     capacity = problem.seq_kv
     if mask.lengths:
-        _check_range("lengths", operands["cache_lengths"], 0, capacity, "places of the cache")
+        _check_range("lengths", operands["cache_lengths"], 0, capacity, _places_of_a_sequence(bool(mask.page_size)))
     if mask.starts:
         _check_range("starts", operands["cache_starts"], 0, capacity, "places of the cache")
     if mask.rows:
@@ -393,6 +393,10 @@ def _check_values(problem: Problem, operands: Operands) -> None:
         if mask.lengths:
             used = table[places < operands["cache_lengths"].clamp(0, capacity)[:, None]]
         _check_range("page_table", used, 0, mask.batches - 1, "pages")
+
+
+def _places_of_a_sequence(paged: bool) -> str:
+    return "places that page_table gives a sequence" if paged else "places of the cache"
 
 
 def _check_range(name: str, numbers: Tensor, least: int, most: int, what: str) -> None:
@@ -684,7 +688,7 @@ def _check_places(
             raise InvalidInput(
                 "lengths",
                 f"{longest} places taken and {new} new keys",
-                f"{capacity} at most, the places of a sequence in the cache",
+                f"{capacity} at most, the {_places_of_a_sequence(page_table is not None)}",
                 "make the cache longer, or end the sequence",
             )
         if bool((~exists & (places >= 0)).any()):

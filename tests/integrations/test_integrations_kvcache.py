@@ -136,6 +136,26 @@ def test_bad_input_is_named(name):
         refused()[name]()
 
 
+@pytest.mark.parametrize(
+    ("name", "error"),
+    {
+        "a length beyond the cache": "cache_seqlens: got 34 among its numbers, expected 0 to 32, the places of the",
+        "a page that does not exist": "block_table: got 2 among its numbers, expected 0 to 1, the pages",
+        "rows and pages": "cache_batch_idx: got beside a block_table",
+    }.items(),
+)
+def test_what_is_wrong_has_the_name_and_the_type_that_flash_attn_gives_it(name, error):
+    with pytest.raises(RuntimeError, match=f"^{error}"):
+        refused()[name]()
+
+
+def test_a_length_beyond_the_pages_names_them():
+    q, cache = torch.randn(1, 1, 4, 16), torch.randn(4, 8, 2, 16)
+    length, table = torch.tensor([16], dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match=r"^cache_seqlens: got 17 .* the places that block_table gives a sequence"):
+        flash_attn_with_kvcache(q, cache, cache, cache_seqlens=length + 1, block_table=table)
+
+
 def overlapping():
     """Appends of two new keys by three sequences that write to one place."""
     q, new, lengths = torch.randn(3, 2, 4, 16), torch.randn(3, 2, 2, 16), torch.tensor([3, 9, 9], dtype=torch.int32)

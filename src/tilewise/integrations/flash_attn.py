@@ -22,9 +22,10 @@ shifts them row by row.
 
 from __future__ import annotations
 
+from functools import wraps
 from itertools import pairwise
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
@@ -38,12 +39,14 @@ from ..problem import describe, heads_first, shown, with_named_terms
 from ..terms import Dropout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from ..masks import Align, Mask
 
 Tensor = torch.Tensor
 Result = Tensor | tuple[Tensor, Tensor, Tensor | None]
+_Arguments = ParamSpec("_Arguments")
+_Returned = TypeVar("_Returned")
 
 __all__ = [
     "flash_attn_func",
@@ -269,6 +272,35 @@ def flash_attn_varlen_qkvpacked_func(
     )  # fmt: skip
 
 
+class InvalidCache(InvalidInput, RuntimeError):
+    """A wrong argument of a call that reads a cache, as flash-attn names it; a RuntimeError, as flash-attn's own is."""
+
+
+_THEIR_NAMES = {
+    "lengths": "cache_seqlens",
+    "page_table": "block_table",
+    "rows": "cache_batch_idx",
+    "starts": "cache_leftpad",
+}
+
+
+def _in_their_names(function: Callable[_Arguments, _Returned]) -> Callable[_Arguments, _Returned]:
+    """Raise what `attention_cached` finds wrong with the names that its arguments have in flash-attn."""
+
+    @wraps(function)
+    def call(*arguments: _Arguments.args, **options: _Arguments.kwargs) -> _Returned:
+        try:
+            return function(*arguments, **options)
+        except InvalidInput as error:
+            texts = [
+                str(text).replace("page_table", "block_table") for text in (error.got, error.expected, error.remedy)
+            ]
+            raise InvalidCache(_THEIR_NAMES.get(error.argument, error.argument), *texts) from None
+
+    return call
+
+
+@_in_their_names
 def _varlen_pages(
     q: Tensor,
     k: Tensor,
@@ -326,6 +358,7 @@ class _WithoutBackward(torch.autograd.Function):
         )
 
 
+@_in_their_names
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
