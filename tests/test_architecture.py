@@ -24,8 +24,8 @@ PACKAGE = ROOT / "src" / "tilewise"
 # Each layer may import those before it and itself; those at the top stand side by side.
 LAYERS = [
     "_path", "_interrupt", "errors", "memo", "fresh", "operands", "masks", "scores", "terms", "problem", "target",
-    "partials", "jit", "native", "hook", "isolation", "backend", "plain", "triton", "torch_kernels", "engine", "plan",
-    "op", "repeated", "api", "cached", "ladder",
+    "partials", "jit", "native", "hook", "sequences", "nonfinite", "backend", "plain", "triton", "torch_kernels",
+    "engine", "plan", "op", "repeated", "api", "cache_append", "cached", "ladder",
 ]  # fmt: skip
 TOP = {"lab", "integrations"}
 # The same inside the lab: modules, then folders.

@@ -9,7 +9,7 @@ import torch
 
 import tilewise
 from cache_cases import Case, assert_as_expected, make
-from tilewise import InvalidInput, Target, cached
+from tilewise import InvalidInput, Target, cache_append
 
 F32, BF16 = torch.float32, torch.bfloat16
 CASES = [
@@ -108,14 +108,14 @@ def test_numbers_on_a_device_are_read_where_it_is_asked_for_and_nothing_is_captu
     """A stand-in for a tensor of a GPU, which is asked where it is."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     tensor = SimpleNamespace(device=torch.device("cuda"), is_cuda=True)
-    assert cached._are_read(torch.zeros(1))
+    assert cache_append.are_read(torch.zeros(1))
     for value, read in ((None, False), ("0", False), ("", False), ("1", True)):
         monkeypatch.delenv("TILEWISE_CHECK", raising=False)
         if value is not None:
             monkeypatch.setenv("TILEWISE_CHECK", value)
-        assert cached._are_read(tensor) is read
+        assert cache_append.are_read(tensor) is read
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert not cached._are_read(tensor)
+    assert not cache_append.are_read(tensor)
 
 
 def test_explain_says_what_would_run():

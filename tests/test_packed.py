@@ -34,12 +34,12 @@ from tilewise.engine.lengths import Lengths
 from tilewise.engine.program import Address
 from tilewise.engine.sm80 import SM80
 from tilewise.engine.sm90 import SM90
-from tilewise.isolation import check_where_asked, spans_of_offsets, spans_say_all, with_spans
 from tilewise.jit import Arguments
 from tilewise.masks import Packed, parse
 from tilewise.plain import reference, tiled
 from tilewise.plan import plan
 from tilewise.scores import Softcap
+from tilewise.sequences import check_where_asked, spans_of_offsets, spans_say_all, with_spans
 from tilewise.terms import Alibi, Dropout, MaxLogit, RelativeBias, Sink
 
 Tensor = torch.Tensor

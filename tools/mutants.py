@@ -66,7 +66,8 @@ _HOSTILE = _tests("hostile/arguments hostile/shapes hostile/autograd hostile/non
                   "hostile/generated")  # fmt: skip
 _INTEGRATIONS = "integrations/integrations_"
 GROUPS = (
-    Group("values", ("masks.py", "problem.py", "plan.py", "isolation.py", "cached.py", "scores.py"),
+    Group("values", ("masks.py", "problem.py", "plan.py", "nonfinite.py", "sequences.py", "cached.py",
+                     "cache_append.py", "scores.py"),
           _tests("masks problem plan scores cached packed"),
           (*_tests("terms op api backends integrations/integrations_kvcache"), *_MAP, *_HOSTILE), 30),
     Group("terms", ("terms/*.py",), (*_tests("hostile/generated_terms terms terms_relative_bias"), *_TERMS),
@@ -86,8 +87,10 @@ GROUPS = (
 )  # fmt: skip
 # Where the name of a test does not hold that of the module.
 NEAREST = {
-    "isolation.py": _tests("hostile/nonfinite"),
+    "nonfinite.py": _tests("hostile/nonfinite"),
+    "sequences.py": _tests("hostile/nonfinite packed"),
     "cached.py": _tests("cached integrations/integrations_kvcache"),
+    "cache_append.py": _tests("cached integrations/integrations_kvcache"),
     "plain/tiled.py": _tests("backends"),
     "torch_kernels/gates.py": _tests("torch_kernels"),
     "engine/rules.py": _tests("plan terms_bias terms_keep"),

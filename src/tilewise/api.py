@@ -18,7 +18,6 @@ import torch
 
 from . import masks, native, op, repeated
 from .errors import InvalidInput, UnknownArgument, UnsupportedProblem
-from .isolation import MIN_ROWS_OF_DOCUMENTS, check_where_asked, documents_are_sequences
 from .masks import Causal, Documents, Full, KeyLengths, Mask, Packed, PrefixLM, Window
 from .op import Options
 from .operands import CHECK, NO_OPERANDS, Operands
@@ -45,6 +44,7 @@ from .problem import (
     with_packed_documents,
 )
 from .scores import Term, softcapped, text_of
+from .sequences import MIN_ROWS_OF_DOCUMENTS, check_where_asked, documents_are_sequences
 from .target import Target
 from .terms import Alibi, Dropout, RelativeBias
 from .torch_kernels import candidates

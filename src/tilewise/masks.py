@@ -94,6 +94,11 @@ class Mask:
         """What it hides is known to a device alone: it is for `attention`, and no part of a Problem."""
         return False
 
+    @property
+    def hashable(self) -> bool:
+        """It is a value: calls are remembered by it."""
+        return not self.holds_tensors
+
     def band(self, seq_q: int, seq_kv: int) -> Band | None:
         """The mask as a diagonal band; None where it is none, and kernels read its spans from memory."""
         return None

@@ -31,7 +31,6 @@ from .engine import run as engine
 from .engine.backend import Fused
 from .errors import CompileError, InvalidInput, UnsupportedProblem
 from .hook import left_uncompiled
-from .isolation import check_where_asked
 from .jit import build_all, is_loaded, tuned
 from .jit.compile import notice
 from .masks import Packed
@@ -41,6 +40,7 @@ from .plain import reference
 from .plan import AUTO, BACKENDS, check_backend, leave_out, plan
 from .problem import check_shapes, check_tensors, describe, operands_with_grad
 from .scores import parse_all
+from .sequences import check_where_asked
 from .target import Target
 
 if TYPE_CHECKING:

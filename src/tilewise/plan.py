@@ -23,12 +23,12 @@ from .engine.backend import Fused
 from .engine.decode import takes as is_decoding
 from .engine.lengths import Lengths, told
 from .errors import InvalidInput, Reason, UnsupportedProblem
-from .isolation import as_sequences
 from .jit import tuned
 from .masks import Cached, Causal, Dense, Documents, Full, Window, size_in_bytes
 from .memo import Memo, invalidate
 from .plain import reference, tiled
 from .problem import dtype_name
+from .sequences import as_sequences
 from .torch_kernels import candidates
 from .triton import backend as triton
 

@@ -156,6 +156,8 @@ class Term:
     max_plain_heads: ClassVar[int] = 256  # the largest heads for which it fits Hopper's tiles of kernels without terms
     adds_line: ClassVar[bool] = False  # it adds what is linear along a row, but for a bend: its struct says so
     magnifies_delta: ClassVar[Wants] = frozenset()  # the operands whose gradients have its error many times over
+    takes_packed: ClassVar[bool] = False  # its struct goes by the lengths of a packed sequence
+    takes_cache: ClassVar[bool] = False  # its struct goes by the places of a cache
     elementwise: ClassVar[bool] = False  # it looks at the score alone, and not at where it stands
 
     def __init_subclass__(cls) -> None:
@@ -329,6 +331,8 @@ class Softcap(Term):
     """s -> cap * tanh(s / cap): no score beyond the cap."""
 
     kind: ClassVar[str] = "softcap"
+    takes_packed: ClassVar[bool] = True
+    takes_cache: ClassVar[bool] = True
     elementwise: ClassVar[bool] = True
 
     cap: float

@@ -12,7 +12,7 @@ import torch
 import emulation
 from cache_cases import Case, assert_as_expected, make
 from support import assert_close, assert_near, budget, make_inputs, make_problem, same_bits
-from tilewise import Causal, Full, Target, Window, cached, explain
+from tilewise import Causal, Full, Target, Window, cache_append, cached, explain
 from tilewise.engine import SM80, SM90, decode
 from tilewise.engine.program import Counter
 from tilewise.masks import Cached, Packed
@@ -356,11 +356,11 @@ def test_new_keys_on_the_model(monkeypatch, page, rows, rotary, interleaved, apa
     cos, sin = (angles.cos().to(dtype), angles.sin().to(dtype)) if rotary else (None, None)
     named = {"rows": None if rows is None else torch.tensor(rows, dtype=torch.int32), "page_table": table}
     want = [cache.clone() for cache in caches]
-    want_q, want_lengths = cached.append(
+    want_q, want_lengths = cache_append.append(
         *want, k, v, lengths, **named, q=q, cos=cos, sin=sin, interleaved=interleaved, apart=apart
     )
     given = (q, k, v, *caches, cos, sin, lengths, named["rows"], table)
-    got_q, got_lengths = cached.bound_append(given, H200, 32, interleaved, apart)(*given)
+    got_q, got_lengths = cache_append.bound_append(given, H200, 32, interleaved, apart)(*given)
     assert torch.equal(got_lengths, want_lengths)
     assert got_lengths.tolist() == [8, 17, 32]
     for got, wanted in ((got_q, want_q), (caches[0], want[0]), (caches[1], want[1])):
@@ -368,14 +368,14 @@ def test_new_keys_on_the_model(monkeypatch, page, rows, rotary, interleaved, apa
 
 
 def test_new_keys_that_the_kernel_does_not_take_are_left_to_pytorch(monkeypatch):
-    monkeypatch.setattr(cached, "load", lambda *program: lambda *tensors: None)
+    monkeypatch.setattr(cache_append, "load", lambda *program: lambda *tensors: None)
     names = ("q", "k", "v", "k_cache", "v_cache", "cos", "sin")
     shapes = ((2, 1, 4, 64), *[(2, 1, 2, 64)] * 2, *[(2, 32, 2, 64)] * 2, *[(32, 8)] * 2)
     fits = {name: torch.zeros(shape, dtype=BF16) for name, shape in zip(names, shapes, strict=True)}
     numbers = (torch.zeros(2, dtype=torch.int32), None, None)
 
     def bound(target=H200, **changed):
-        return cached.bound_append((*(fits | changed).values(), *numbers), target, 32, True, True)
+        return cache_append.bound_append((*(fits | changed).values(), *numbers), target, 32, True, True)
 
     assert bound() is not None
     for name, tensor in fits.items():

@@ -11,7 +11,7 @@ import torch
 import flash_attn_own
 import kvcache_suite as suite
 import tilewise
-from tilewise import cached
+from tilewise import cache_append
 from tilewise.errors import InvalidInput
 from tilewise.integrations.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
@@ -162,13 +162,13 @@ def overlapping():
     cache, pages = torch.randn(4, 32, 2, 16), torch.randn(6, 8, 2, 16)
     own = torch.tensor([[0, 1], [0, 2], [0, 3]], dtype=torch.int32)  # a page that is read by all, and written by one
     return {
-        "one row for two": lambda lengths=lengths: cached.append(
+        "one row for two": lambda lengths=lengths: cache_append.append(
             cache, cache.clone(), new, new, lengths, q=q, rows=torch.tensor([2, 1, 1], dtype=torch.int32)
         ),
-        "one page for two": lambda lengths=lengths: cached.append(
+        "one page for two": lambda lengths=lengths: cache_append.append(
             pages, pages.clone(), new, new, lengths, q=q, page_table=own - (own == 3).int()
         ),
-        "one page twice in a sequence": lambda lengths=lengths: cached.append(
+        "one page twice in a sequence": lambda lengths=lengths: cache_append.append(
             torch.randn(6, 1, 2, 16), torch.randn(6, 1, 2, 16), new[:1], new[:1], lengths[:1] * 0, q=q[:1],
             page_table=torch.tensor([[4, 4]], dtype=torch.int32),
         ),
@@ -194,7 +194,7 @@ def test_new_keys_without_a_place_are_refused_where_checks_are_asked_for(monkeyp
 
     def append(*lengths):
         lengths = torch.tensor(lengths, dtype=torch.int32)
-        return cached.append(pages, pages.clone(), new, new, lengths, q=q, page_table=table)[1].tolist()
+        return cache_append.append(pages, pages.clone(), new, new, lengths, q=q, page_table=table)[1].tolist()
 
     monkeypatch.delenv("TILEWISE_CHECK", raising=False)
     assert append(15, 7) == [16, 9]
@@ -226,7 +226,7 @@ def test_a_page_or_row_just_outside_is_not_written(paged, number):
     before = cache.clone()
     pages = {"page_table": torch.tensor([[0, number]], dtype=torch.int32)}
     rows = {"rows": torch.tensor([number], dtype=torch.int32)}
-    cached.append(
+    cache_append.append(
         cache, cache.clone(), new, new, torch.tensor([5 if paged else 1]).int(), q=q, **(pages if paged else rows)
     )
     assert torch.equal(cache, before)

@@ -143,8 +143,7 @@ def why_not(problem: Problem, target: Target) -> list[Reason]:
             "use bfloat16 or float16, or backend='reference'",
         ),
         (
-            isinstance(problem.mask, Cached)
-            and any(not isinstance(term, rules.TERMS_OF_CACHES) for term in problem.scores),
+            isinstance(problem.mask, Cached) and any(not term.takes_cache for term in problem.scores),
             "a term reads a tensor of rows or keys, which do not count a cache's places",
             "use terms of heads alone",
         ),

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..isolation import as_sequences, packed_documents
 from ..jit import launch as driver
 from ..masks import Cached, Dense, Documents, Packed
 from ..memo import Memo
 from ..operands import NO_OPERANDS
+from ..sequences import as_sequences, packed_documents
 from ..terms.spans import operands_of
 
 if TYPE_CHECKING:

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from ..errors import Reason
-from ..isolation import as_sequences, kernels_take_packed, spans_say_all, with_spans
 from ..masks import Cached, Dense, Full, Packed
 from ..operands import SCORE_DIMS
 from ..problem import dtype_name, in_front_of_outputs
-from ..scores import Softcap
-from ..terms import Alibi, Bias, Keep, RelativeBias, Sink, Spans
+from ..sequences import as_sequences, kernels_take_packed, spans_say_all, with_spans
+from ..terms import Alibi, Bias, Keep, RelativeBias, Spans
 from ..terms.alibi import OneSidedAlibi
 from ..terms.spans import KnownSpans
 
@@ -123,10 +122,6 @@ def other_scores(problem: Problem) -> tuple[Rule, ...]:
             "negate q and the scale",
         ),
     )
-
-
-# Terms that the kernels of caches take: they read no tensor of rows and keys but a boolean one.
-TERMS_OF_CACHES = (Softcap, Alibi, Keep, RelativeBias, Sink)
 
 
 def is_packed(problem: Problem) -> bool:

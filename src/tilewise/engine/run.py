@@ -20,7 +20,6 @@ from torch.utils.weak import TensorWeakRef
 from .. import fresh
 from ..backend import empty_out
 from ..errors import CompileError
-from ..isolation import operands_as_spans, with_spans
 from ..jit import ArgumentsPerThread, function_for, rows_map
 from ..jit import Launch as DriverLaunch
 from ..jit import launch as driver
@@ -30,6 +29,7 @@ from ..memo import Memo
 from ..operands import ALL, INPUTS, NO_OPERANDS, check_unchanged, copies_to_check, zero_grads
 from ..problem import check_operands
 from ..scores import Rows, Where, join_all
+from ..sequences import operands_as_spans, with_spans
 from .mask_spans import mask_operands
 from .program import SCRATCH, Address, Counter, Map, Stride, View, slots_of
 from .rules import in_terms, is_packed

@@ -29,7 +29,8 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ..api import attention, attention_packed, attention_turned, autocast_inputs
-from ..cached import append, attention_cached
+from ..cache_append import append
+from ..cached import attention_cached
 from ..errors import InvalidInput, UnsupportedProblem
 from ..masks import Causal, Documents, Full, KeyLengths, Window
 from ..op import autocast_is_on

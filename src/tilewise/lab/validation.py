@@ -21,8 +21,9 @@ PACKAGE = Path(__file__).resolve().parent.parent
 # Everything that decides what a kernel does, or which of them runs.
 _DECISIVE = (
     "backend.py",
-    "isolation.py",
+    "nonfinite.py",
     "operands.py",
+    "sequences.py",
     "engine",
     "jit",
     "kernels",
@@ -100,14 +101,14 @@ PARTS = {
         ("test_decode_gpu.py",),
         ("engine/append.py", "engine/decode.py"),
         ("sm80/append.cuh", "sm80/decode.cuh"),
-        ("cached.py", "engine/tables/sm80.json", "integrations/flash_attn.py"),
+        ("cache_append.py", "cached.py", "engine/tables/sm80.json", "integrations/flash_attn.py"),
     ),
     "packed": Part(("test_packed_gpu.py",), ("engine/packed.py",), ("common/packed.cuh",)),
     "seam": Part(
         ("test_seam.py", "test_launch.py", "test_torch_rules.py", "test_three_way.py", "test_integrations_gpu.py"),
         files=(
-            *(f"{name}.py" for name in ("api", "backend", "isolation", "masks", "memo", "op", "operands", "partials")),
-            *(f"{name}.py" for name in ("plan", "problem", "scores", "target")),
+            *(f"{name}.py" for name in ("api", "backend", "masks", "memo", "nonfinite", "op", "operands", "partials")),
+            *(f"{name}.py" for name in ("plan", "problem", "scores", "sequences", "target")),
             "engine/__init__.py",
             "engine/backend.py",
             "engine/lengths.py",

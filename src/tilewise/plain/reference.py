@@ -27,19 +27,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..backend import ALL, NO_OPERANDS, Grads, Operands, Wants, composite_notices
-from ..isolation import (
-    all_finite,
-    backward_by_sequence,
-    forward_by_sequence,
-    forward_of_cache,
-    isolated,
-    joined,
-    pieces,
-)
 from ..masks import Cached, Dense, Documents, Full, Packed
+from ..nonfinite import all_finite, isolated
 from ..operands import recording
 from ..problem import in_memory_order
 from ..scores import Where, bend_all, join_all, keep_all, observe_all, visible_all
+from ..sequences import backward_by_sequence, forward_by_sequence, forward_of_cache, joined, pieces
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -29,6 +29,8 @@ class Alibi(Learner):
     """
 
     kind: ClassVar[str] = "alibi"
+    takes_packed: ClassVar[bool] = True
+    takes_cache: ClassVar[bool] = True
     adds_line: ClassVar[bool] = True
     magnifies_delta: ClassVar[Wants] = frozenset({"slopes"})
 

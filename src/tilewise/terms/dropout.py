@@ -37,6 +37,7 @@ class Dropout(Term):
     """
 
     kind: ClassVar[str] = "dropout"
+    takes_packed: ClassVar[bool] = True
     transforms: ClassVar[bool] = False
     max_plain_heads: ClassVar[int] = 192
 

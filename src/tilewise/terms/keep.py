@@ -25,6 +25,7 @@ class Keep(Term):
     """
 
     kind: ClassVar[str] = "keep"
+    takes_cache: ClassVar[bool] = True
     transforms: ClassVar[bool] = False
     hides: ClassVar[bool] = True
 

@@ -22,6 +22,7 @@ class MaxLogit(Term):
     """The last term of all. Writes `max_logit` (heads,), int32 zeroed before; `decoded` makes floats of it."""
 
     kind: ClassVar[str] = "max_logit"
+    takes_packed: ClassVar[bool] = True
     transforms: ClassVar[bool] = False
 
     @property

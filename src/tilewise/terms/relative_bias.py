@@ -30,6 +30,8 @@ class RelativeBias(Learner):
     """
 
     kind: ClassVar[str] = "relative_bias"
+    takes_packed: ClassVar[bool] = True
+    takes_cache: ClassVar[bool] = True
     struct: ClassVar[str] = "tilewise::RelativeBias"
     header: ClassVar[str] = "common/terms/relative_bias.cuh"
 

@@ -21,6 +21,8 @@ class Sink(Learner):
     """e^sink is added to the sum of every row: one more key, without a value. Reads `sink` (heads,) in float32."""
 
     kind: ClassVar[str] = "sink"
+    takes_packed: ClassVar[bool] = True
+    takes_cache: ClassVar[bool] = True
     transforms: ClassVar[bool] = False
     joins_rows: ClassVar[bool] = True
     fits_plain_window: ClassVar[bool] = True

@@ -29,10 +29,10 @@ from ... import hook
 from ...api import observed_packed, torch_mask
 from ...engine.lengths import Lengths, told
 from ...errors import InvalidInput, TilewiseError, UnsupportedProblem
-from ...isolation import offsets_of
 from ...masks import Packed, parse
 from ...plan import plan
 from ...problem import Problem, describe
+from ...sequences import offsets_of
 from ...target import Target
 from ...torch_kernels.gates import CUDNN, EFFICIENT, FLASH, MATH
 from ..candidates import override

@@ -1,11 +1,9 @@
-"""What a mask hides stays hidden, even where it is nan or infinite: as 0 * nan it would come back in a product.
+"""Sequences of one call: documents of one tensor, packed sequences, and sequences whose keys are in a cache.
 
-Three ways to that. Packed documents are taken apart into `pieces`, none of which holds anything of another: that is how
-kernels which know no better than to multiply by 0 are made to keep documents apart. (Those of ours take them as packed
-sequences, `packed_documents`.) Packed sequences run one after
-another where the host has their offsets (`forward_by_sequence`); where a device has them, they stay there and say which
-span of keys a row sees (`with_spans`). Code of ours that multiplies under any mask uses `isolated`, where `all_finite`
-cannot rule out that there is something to isolate.
+Kernels that know nothing of documents compute them as `pieces`, none of which holds anything of another, so that what
+is nan or infinite in one document reaches no other. Our own kernels take documents as packed sequences
+(`packed_documents`). Packed sequences run one after another where the host has their offsets (`forward_by_sequence`);
+offsets on a device stay there and become the span of keys that each row sees (`with_spans`).
 """
 
 from __future__ import annotations
@@ -20,8 +18,7 @@ from .errors import InvalidInput
 from .masks import Cached, Causal, Documents, Full, Packed, Window
 from .operands import are_checked
 from .problem import in_memory_order
-from .scores import Softcap
-from .terms import Alibi, Dropout, MaxLogit, RelativeBias, Sink
+from .terms import Dropout
 from .terms.spans import Spans
 from .terms.spans import operands_of as span_operands
 
@@ -93,40 +90,6 @@ def distinct_problems(problem: Problem) -> list[Problem]:
 def joined(parts: Sequence[Tensor]) -> Tensor:
     """The results of the pieces, put together again."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), 2)
-
-
-def all_finite(*tensors: Tensor) -> bool:
-    """Whether no element is nan or infinite. False as well where values cannot be read: under vmap, in a CUDA graph."""
-    if torch._C._are_functorch_transforms_active():
-        return False
-    if any(type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_meta for tensor in tensors):
-        return False
-    if any(tensor.is_cuda for tensor in tensors) and torch.cuda.is_current_stream_capturing():
-        return False
-    with torch.no_grad():  # a sum that overflows only costs the time to isolate nothing
-        wide = (torch.float64 if tensor.dtype == torch.float64 else torch.float32 for tensor in tensors)
-        sums = [tensor.sum(dtype=dtype) for tensor, dtype in zip(tensors, wide, strict=True)]
-        return bool(torch.stack([total.to(sums[0].dtype) for total in sums]).isfinite().all())
-
-
-def isolated(
-    multiply: Callable[[Tensor, Tensor], Tensor], left: Tensor, right: Tensor, seen: Tensor, *, signed: bool = False
-) -> Tensor:
-    """multiply(left, right), where `left` is 0 for whatever `seen`, a boolean mask of it, hides.
-
-    Non-finite values of `right` are left out of the product and given back only to those that see them: with their
-    sign if `left` has none, as nan if it is `signed`.
-    """
-    finite = torch.isfinite(right)
-    product = multiply(left, torch.where(finite, right, 0.0))
-    seen = seen.to(left.dtype).expand(left.shape)
-    kinds = [(torch.nan, ~finite)] if signed else [
-        (torch.nan, right.isnan()), (torch.inf, right == torch.inf), (-torch.inf, right == -torch.inf)
-    ]  # fmt: skip
-    for value, bad in kinds:
-        reached = multiply(seen, bad.to(left.dtype)) > 0
-        product = product + torch.zeros_like(product).masked_fill(reached, value)
-    return product
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -306,13 +269,9 @@ def _places_agree(scores: tuple[Term, ...], same: bool) -> bool:
     ) and not any(isinstance(term, Dropout) for term in scores)
 
 
-# Terms whose kernels go by the lengths of a sequence and read no tensor of rows or keys, and so take packed ones.
-_TERMS_OF_SEQUENCES = (Softcap, Alibi, Dropout, MaxLogit, RelativeBias, Sink)
-
-
 def kernels_take_packed(scores: tuple[Term, ...], dtype: torch.dtype) -> bool:
     """Whether our kernels take packed sequences with these terms as they are, by a table of their tiles."""
-    alone = all(isinstance(term, _TERMS_OF_SEQUENCES) and not term.learned_tensors for term in scores)
+    alone = all(term.takes_packed and not term.learned_tensors for term in scores)
     return alone and dtype.itemsize == 2
 
 
