@@ -9,7 +9,9 @@ import torch
 
 import tilewise
 from cache_cases import Case, assert_as_expected, make
-from tilewise import InvalidInput, Target, cache_append
+from tilewise import InvalidInput, Target, api
+from tilewise.call.resolve import resolve
+from tilewise.sequences import are_read
 
 F32, BF16 = torch.float32, torch.bfloat16
 CASES = [
@@ -77,10 +79,12 @@ def test_one_compiled_graph_holds_it():
 )
 def test_the_operator_promises_what_it_returns(case, return_lse):
     made = make(case)
-    given = ("lengths", "page_table", "starts", "rows", "cu_seqlens_q", "alibi", "keep", "sink")
-    tensors = (made.q, made.k, made.v, *(made.told.get(name) for name in given))
-    told = (made.told.get("max_seqlen_q", 0), "causal:bottom-right", None, 0.0, return_lse, False, "auto")
-    torch.library.opcheck(torch.ops.tilewise.attention_cached.default, (*tensors, *told), test_utils="test_faketensor")
+    request = api.cached_request(made.q, made.k, made.v, **({"return_lse": return_lse} | made.told))
+    resolved = resolve(request)
+    given = resolved.q, resolved.k, resolved.v, list(resolved.operands.values())
+    torch.library.opcheck(
+        torch.ops.tilewise.attention.default, (*given, *resolved.lowered()), test_utils="test_faketensor"
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,14 +112,14 @@ def test_numbers_on_a_device_are_read_where_it_is_asked_for_and_nothing_is_captu
     """A stand-in for a tensor of a GPU, which is asked where it is."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     tensor = SimpleNamespace(device=torch.device("cuda"), is_cuda=True)
-    assert cache_append.are_read(torch.zeros(1))
+    assert are_read(torch.zeros(1))
     for value, read in ((None, False), ("0", False), ("", False), ("1", True)):
         monkeypatch.delenv("TILEWISE_CHECK", raising=False)
         if value is not None:
             monkeypatch.setenv("TILEWISE_CHECK", value)
-        assert cache_append.are_read(tensor) is read
+        assert are_read(tensor) is read
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert not cache_append.are_read(tensor)
+    assert not are_read(tensor)
 
 
 def test_explain_says_what_would_run():

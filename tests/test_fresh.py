@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_decode import posed
+from test_decode import as_cached, posed
 
 import emulation
 from cache_cases import Case, assert_as_expected, make
 from support import assert_close, budget, check_against_the_reference, make_inputs, make_problem
 from test_packed import check_forward, check_gradients, make_case
-from tilewise import Causal, Target, cached, fresh
+from tilewise import Causal, Target, fresh
 from tilewise.engine import SM80, SM90
 
 A100, H200 = (Target.named(name) for name in ("a100", "h200"))
@@ -42,7 +42,7 @@ def check_cached(backend: Any, target: Target, dtype: torch.dtype) -> None:
     given = make(case)
     problem, *views, operands = posed(given.q, given.k, given.v, given.told)
     out, lse = backend.bind(*views, problem, None, target, operands)(*views, operands)
-    assert_as_expected(case, given, *cached._as_asked(out, lse, False, True))
+    assert_as_expected(case, given, *as_cached(out, lse))
 
 
 # A form's check, whose kernels, the condition under which a kernel writes, what excludes a row, and what follows.

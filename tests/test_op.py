@@ -16,6 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import tilewise
 from support import assert_close, budget, exact, make_inputs, make_problem
 from tilewise import Causal, Documents, UnsupportedProblem, Window, memo
+from tilewise.call import memory
+from tilewise.torch_seam import switches
 
 OURS = ["tiled", "reference"]
 EVERY = [*OURS, "torch-flash", "torch-math", "auto"]
@@ -47,7 +49,7 @@ def test_opcheck_of_the_backward():
 def test_precision_reaches_the_plan_by_every_way():
     q, k, v = inputs(1, 2, 5, 4, dtype=torch.float32)
     seen = []
-    planned = tilewise.op.plan
+    planned = tilewise.call.build.plan
 
     def spy(problem, target, backend):
         seen.append(problem.precision)
@@ -55,7 +57,7 @@ def test_precision_reaches_the_plan_by_every_way():
 
     memo.invalidate()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tilewise.op, "plan", spy)
+        patch.setattr(tilewise.call.build, "plan", spy)
         tilewise.attention(q, k, v, precision="tf32")
         options = ("full", None, "", "bhsd", "tiled", True)
         out, lse = torch.ops.tilewise.attention(q, k, v, [], *options, "tf32")
@@ -207,11 +209,9 @@ def test_only_wanted_gradients_flow():
 
 
 def test_planned_calls_are_remembered(monkeypatch):
-    from tilewise import op
-
     q, k, v = inputs(1, 2, 5, 4, grad=False)
     first = tilewise.attention(q, k, v, backend="tiled")
-    monkeypatch.setattr(op, "_planned", lambda *_: pytest.fail("planned twice"))
+    monkeypatch.setattr(tilewise.call.memory, "build", lambda *_: pytest.fail("planned twice"))
     assert torch.equal(tilewise.attention(q, k, v, backend="tiled"), first)
 
 
@@ -219,15 +219,22 @@ def test_planned_calls_are_remembered(monkeypatch):
 def recognised(monkeypatch):
     """The calls that PyTorch's guards have recognised."""
     found = []
-    execute = tilewise.op.execute_alike
-    monkeypatch.setattr(tilewise.op, "execute_alike", lambda call, *rest: found.append(call) or execute(call, *rest))
+    by_guard = memory._by_guard
+
+    def spy(request):
+        call = by_guard(request)
+        if call is not None:
+            found.append(call)
+        return call
+
+    monkeypatch.setattr(memory, "_by_guard", spy)
     memo.invalidate()
     yield found
     memo.invalidate()
 
 
 def test_this_release_of_pytorch_has_guards_that_tell_tensors_apart():
-    assert tilewise.op._GUARDS_HOLD
+    assert memory.GUARDS_HOLD
 
 
 def test_repeated_calls_are_recognised_by_guards(recognised):
@@ -312,7 +319,7 @@ WATCHED = {
     "autocast": _inside(lambda: torch.autocast("cpu", dtype=torch.bfloat16)),
     "no grad": _inside(torch.no_grad),
     "inference": _inside(torch.inference_mode),
-    "deterministic": _inside(tilewise.op.deterministic_algorithms),
+    "deterministic": _inside(switches.deterministic_algorithms),
     "flop counter": _counted,
     "forward AD": _with_a_tangent,
     "jit trace": _jit_traced,
@@ -341,7 +348,7 @@ def test_one_tensor_three_times_and_more_kinds_than_guards_are_kept_for(recognis
         (q,) = inputs(1, 2, rows, 4)[:1]
         assert _called((q, k, v)).shape == q.shape
     assert len(recognised) > before
-    assert all(len(alike) <= tilewise.op._MAX_ALIKE for alike in tilewise.op._alike._known.values())
+    assert all(len(alike) <= memory._MAX_ALIKE for alike in memory._guarded._known.values())
 
 
 def test_guards_keep_no_tensor(recognised):

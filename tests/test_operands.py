@@ -18,7 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import emulation
 import tilewise
 from support import assert_close, budget
-from tilewise import Causal, InvalidInput, PrefixLM, Problem, Target, UnsupportedProblem, Window, memo, op, scores
+from tilewise import Causal, InvalidInput, PrefixLM, Problem, Target, UnsupportedProblem, Window, memo, scores
+from tilewise.call import memory
 from tilewise.engine import run
 from tilewise.engine.program import Address
 from tilewise.operands import Grads, Operand, Wants
@@ -447,7 +448,7 @@ def test_one_invalidate_empties_everything_and_changes_of_state_call_it():
     def remember() -> None:
         tilewise.attention(q, q, q, mask=Window(2, 0))
         assert rule.call(q, q.clone(), q.clone(), None, 0.0, False, None, False) is not None
-        assert len(op._calls) > 0
+        assert len(memory._calls) > 0
         assert len(_plans) > 0
         assert len(rule.memo) > 0
         assert rule.recent
@@ -457,7 +458,7 @@ def test_one_invalidate_empties_everything_and_changes_of_state_call_it():
         for change in (memo.invalidate, tuned.forget, lambda: leave_out("no such kernel", "a test")):
             remember()
             change()
-            assert not len(op._calls)
+            assert not len(memory._calls)
             assert not len(_plans)
             assert not len(rule.memo)
             assert not rule.recent

@@ -39,7 +39,7 @@ from tilewise.masks import Packed, parse
 from tilewise.plain import reference, tiled
 from tilewise.plan import plan
 from tilewise.scores import Softcap
-from tilewise.sequences import check_where_asked, spans_of_offsets, spans_say_all, with_spans
+from tilewise.sequences import check_values, spans_of_offsets, spans_say_all, with_spans
 from tilewise.terms import Alibi, Dropout, MaxLogit, RelativeBias, Sink
 
 Tensor = torch.Tensor
@@ -458,21 +458,22 @@ def test_bad_input_is_refused(name):
 
 
 def test_offsets_on_a_device_are_read_only_where_it_is_asked_for(monkeypatch):
-    """Stand-ins for tensors of a GPU, of which the check asks where they are, and how long."""
+    """Stand-ins for tensors of a GPU, of which the check asks where they are, and for their numbers."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    q = SimpleNamespace(is_cuda=True, shape=(1, 4, 37, 8))
+    problem = SimpleNamespace(mask=Packed(1), seq_q=37, seq_kv=37)
     for bad in ([0, 40], [1, 37], [0, 30, 20]):
-        operands = {"cu_seqlens_q": torch.tensor(bad), "cu_seqlens_kv": torch.tensor(bad)}
+        offsets = SimpleNamespace(is_cuda=True, device=torch.device("cuda"), tolist=lambda bad=bad: bad)
+        operands = {"cu_seqlens_q": offsets, "cu_seqlens_kv": offsets}
         for value in (None, "0", ""):
             monkeypatch.delenv("TILEWISE_CHECK", raising=False)
             if value is not None:
                 monkeypatch.setenv("TILEWISE_CHECK", value)
-            check_where_asked(q, q, operands)
+            check_values(problem, operands)
         monkeypatch.setenv("TILEWISE_CHECK", "1")
         with pytest.raises(InvalidInput, match="never fall"):
-            check_where_asked(q, q, operands)
+            check_values(problem, operands)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        check_where_asked(q, q, operands)
+        check_values(problem, operands)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 

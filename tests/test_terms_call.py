@@ -11,7 +11,8 @@ import torch
 import emulation
 import tilewise
 from support import assert_close, budget, make_problem, same_bits
-from tilewise import Causal, Full, InvalidInput, Target, op
+from tilewise import Causal, Full, InvalidInput, Target
+from tilewise.call import build, memory
 from tilewise.scores import Softcap, Term, parse_all, text_of
 from tilewise.target import assumed
 from tilewise.terms import Alibi, Bias, Dropout, Keep, KeyLengths, MaxLogit, RelativeBias, Sink
@@ -100,7 +101,7 @@ def test_the_reference_and_the_tiles_agree(name: str, mask: Any) -> None:
 def on_a_model(monkeypatch: Any, backend: str) -> Iterator[None]:
     """A model of a GPU that has these kernels in the place of the CPU, for calls from end to end."""
     emulation.install(monkeypatch)
-    monkeypatch.setattr(op, "_build", lambda plan: None)
+    monkeypatch.setattr(build, "_build", lambda plan: None)
     with assumed(Target.named({"sm80": "a100", "sm90": "h200"}[backend])):
         yield
 
@@ -114,7 +115,7 @@ def test_a_call_runs_the_kernels_of_the_plan(monkeypatch: Any, name: str, backen
     want = results(case, Causal(), torch.float64, "reference")
     with on_a_model(monkeypatch, backend):
         got = results(case, Causal(), torch.bfloat16, "auto")
-        chosen = {call.backend.name for call in op._calls._known.values() if hasattr(call.backend, "name")}
+        chosen = {call.backend.name for call in memory._calls._known.values() if hasattr(call.backend, "name")}
     assert chosen == {backend}
     for key, tensor in got.items():
         assert tensor.shape == want[key].shape, key

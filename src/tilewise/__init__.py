@@ -13,8 +13,15 @@ from . import _interrupt  # noqa: F401  (before anything that takes long to impo
 from typing import TYPE_CHECKING
 
 from . import _flash
-from .api import attention, attention_packed, explain, scaled_dot_product_attention, warm_up
-from .cached import attention_cached, explain_cached
+from .api import (
+    attention,
+    attention_cached,
+    attention_packed,
+    explain,
+    explain_cached,
+    scaled_dot_product_attention,
+    warm_up,
+)
 from .errors import (
     CompileError,
     DeviceError,

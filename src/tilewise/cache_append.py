@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import fresh
+from .api import cached_request
+from .call.execute import attend, call_of, execute
+from .call.request import operands_of
 from .engine import append as appending
 from .engine.run import load
 from .errors import CompileError, InvalidInput
 from .memo import Memo
 from .operands import are_checked
 from .problem import shown
+from .sequences import are_read, check_values, places_of_a_sequence
 from .target import Target
+
+if TYPE_CHECKING:
+    from .call.request import MaskLike
 
 Tensor = torch.Tensor
 _log = logging.getLogger("tilewise")
@@ -88,6 +95,48 @@ def appended(given: _ToAppend, interleaved: bool, apart: bool) -> tuple[Tensor, 
         _write(k_cache, k, places, capacity, rows, page_table)
         _write(v_cache, v, places, capacity, rows, page_table)
         return q, (lengths + k.shape[1]).clamp(max=capacity)
+
+
+def attention_appended(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    *,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    interleaved: bool = True,
+    apart: bool = True,
+    page_table: Tensor | None = None,
+    starts: Tensor | None = None,
+    rows: Tensor | None = None,
+    mask: MaskLike = "causal:bottom-right",
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi: Tensor | None = None,
+    return_lse: bool = False,
+    batch_invariant: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
+    """`append`, and `attention_cached` of what it returns. Nothing is written before the arguments of both are checked,
+    in a compiled graph those of `append`."""
+    request = cached_request(
+        q, k_cache, v_cache, lengths, page_table, starts, rows, None, 0, mask, scale, softcap, alibi,
+        return_lse=return_lse, batch_invariant=batch_invariant,
+    )  # fmt: skip
+    to_append = (q, k, v, k_cache, v_cache, cos, sin, lengths, rows, page_table)
+    with torch.no_grad():
+        call = None if torch.compiler.is_compiling() else call_of(request)
+        check_append(to_append, apart)
+        if call is not None and are_read(q):
+            after = (lengths + k.shape[1]).clamp(max=call.problem.seq_kv)
+            check_values(call.problem, {**operands_of(request), "cache_lengths": after})
+        rotated, after = appended(to_append, interleaved, apart)
+        again = request._replace(q=rotated, extras={**request.extras, "lengths": after})
+        alike = call is not None and facts(rotated) == facts(q) and facts(after) == facts(lengths)
+        results = execute(call, again) if call is not None and alike else attend(again)
+    return results.asked(request.options)
 
 
 def _check_rotation(cos: Tensor | None, sin: Tensor | None, q: Tensor, capacity: int) -> None:
@@ -262,7 +311,7 @@ def _check_places(
                 "rows" if page_table is None else "page_table",
                 f"no place for new key {number} of sequence {sequence}",
                 f"0 to {cache.shape[0] - 1} where new keys are written",
-                "check who wrote it",
+                "correct the numbers in this tensor",
             )
     taken = (batches * cache.shape[1] + within)[exists]
     once, counts = taken.unique(return_counts=True)
@@ -292,18 +341,6 @@ def _write(
     new = new[torch.arange(new.shape[0], device=new.device)[:, None], chosen]
     some = exists.any(1)[:, None, None, None]
     cache[batches, places] = torch.where(some, new, cache[batches, places])
-
-
-def are_read(tensor: Tensor) -> bool:
-    """Whether numbers beside this tensor are read and checked: on a CPU always, on a device where the environment asks
-    for it and something can be read."""
-    if tensor.device.type == "cpu":
-        return True
-    return are_checked() and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def places_of_a_sequence(paged: bool) -> str:
-    return "places that page_table gives a sequence" if paged else "places of the cache"
 
 
 def facts(tensor: Tensor | None) -> Any:

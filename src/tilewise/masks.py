@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import pairwise
 from numbers import Integral
@@ -98,6 +98,14 @@ class Mask:
     def hashable(self) -> bool:
         """It is a value: calls are remembered by it."""
         return not self.holds_tensors
+
+    def of(self, q: torch.Tensor, k: torch.Tensor, operands: Any) -> Mask:
+        """The mask of these (batch, heads, rows, dim) views and operands, which a trace may not have known."""
+        return self
+
+    def places(self, k: torch.Tensor, operands: Any) -> int:
+        """The keys of a sequence, given the view of k."""
+        return k.shape[2]
 
     def band(self, seq_q: int, seq_kv: int) -> Band | None:
         """The mask as a diagonal band; None where it is none, and kernels read its spans from memory."""
@@ -579,10 +587,10 @@ class Packed(Mask):
         told = (bool(flags & bit) for bit in (1, 2, 4))
         return cls(sequences, max_q, max_kv, parse(inner), *told)  # type: ignore[arg-type]
 
-    def of(self, operands: Any) -> Packed:
-        """The mask of these offsets."""
-        sequences = operands["cu_seqlens_q"].shape[0] - 1
-        return Packed(sequences, self.max_q, self.max_kv, self.inner, self.same, self.used, self.padded)
+    def of(self, q: torch.Tensor, k: torch.Tensor, operands: Any) -> Packed:
+        offsets = operands.get("cu_seqlens_q")
+        sequences = self.sequences if offsets is None else offsets.shape[0] - 1
+        return self if sequences == self.sequences else replace(self, sequences=sequences)
 
     @property
     def operands(self) -> tuple[Operand, ...]:
@@ -662,6 +670,16 @@ class Cached(Mask):
         }
         return tuple(Operand(name, dtype=torch.int32) for name, given in there.items() if given)
 
+    def of(self, q: torch.Tensor, k: torch.Tensor, operands: Any) -> Cached:
+        sequences = operands["cu_seqlens_q"].shape[0] - 1 if self.packed else q.shape[0]
+        page_size = k.shape[2] if self.page_size else 0
+        return replace(self, batches=k.shape[0], page_size=page_size, sequences=sequences)
+
+    def places(self, k: torch.Tensor, operands: Any) -> int:
+        if not k.shape[0]:
+            return 0
+        return k.shape[2] * (operands["page_table"].shape[1] if self.page_size else 1)
+
     def span(self, row: int, seq_q: int, seq_kv: int) -> tuple[int, int]:
         return 0, seq_kv
 
@@ -676,10 +694,9 @@ class Cached(Mask):
         return Tile.PARTIAL if rows and keys else Tile.EMPTY
 
     def __str__(self) -> str:
-        bits = (self.packed, self.lengths, self.starts, self.rows, self.invariant)
-        flags = sum(bit << place for place, bit in enumerate(bits))
-        sizes = ",".join(map(str, (self.batches, self.page_size, self.sequences, self.max_q, flags)))
-        return f"cached:{sizes}:{self.inner}"
+        flags = self.packed + 2 * self.lengths + 4 * self.starts + 8 * self.rows + 16 * self.invariant
+        sizes = ",".join((str(self.batches), str(self.page_size), str(self.sequences), str(self.max_q), str(flags)))
+        return "cached:" + sizes + ":" + str(self.inner)
 
 
 def parse(text: str) -> Mask:

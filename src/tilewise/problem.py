@@ -270,17 +270,22 @@ def describe(
     check_tensors(q, k, v)
     check_layout(layout)
     q, k, v = heads_first(q, k, v, layout)
-    check_shapes(q, k, v, layout)
+    given = {**mask_operands(mask), **(operands or {})}
+    rule = _as_mask(mask, q, k.shape[2]).of(q, k, given)
+    if isinstance(rule, Cached):
+        check_places(rule, given, q.device)
+    else:
+        check_shapes(q, k, v, layout)
     problem = Problem(
         batch=q.shape[0],
         heads_q=q.shape[1],
         heads_kv=k.shape[1],
         seq_q=q.shape[2],
-        seq_kv=k.shape[2],
+        seq_kv=rule.places(k, given),
         head_dim=q.shape[3],
         head_dim_v=v.shape[3],
         dtype=q.dtype,
-        mask=_as_mask(mask, q, k.shape[2]),
+        mask=rule,
         scale=given_scale(scale),
         scores=(*softcapped(as_number("softcap", softcap)), *check_terms(scores)),
         dropout=as_number("dropout", dropout),
@@ -291,7 +296,6 @@ def describe(
         deterministic=torch.are_deterministic_algorithms_enabled(),
         precision=precision,
     )
-    given = {**mask_operands(mask), **(operands or {})}
     if not given and not problem.operands:
         return problem
     wanted = _checked_operands(problem, given, q)
@@ -523,6 +527,28 @@ def _check_offsets(mask: Packed, given: Operands) -> None:
                 "for queries, and one number of used keys, or of padding before them, for each",
                 "pass the cumulative lengths of the sequences, from 0 to the total",
             )
+
+
+def check_places(mask: Cached, given: Operands, device: torch.device) -> None:
+    """Raise InvalidInput for tensors that are not what kernels read to find the keys of each sequence."""
+    shapes: dict[str, tuple[int | None, ...]] = {
+        "cu_seqlens_q": (mask.sequences + 1,),
+        "page_table": (mask.sequences, None),
+    }
+    for operand in mask.operands:
+        tensor, shape = given[operand.name], shapes.get(operand.name, (mask.sequences,))
+        name = operand.name.removeprefix("cache_")
+        fits = tensor.ndim == len(shape) and all(n in (None, m) for n, m in zip(shape, tensor.shape, strict=True))
+        if not fits or tensor.dtype != torch.int32 or (tensor.shape[-1] > 1 and tensor.stride(-1) != 1):
+            text = ", ".join("pages of a sequence" if n is None else str(n) for n in shape)
+            raise InvalidInput(
+                name,
+                f"a tensor of shape {tuple(tensor.shape)} in {tensor.dtype}, strides {tensor.stride()}",
+                f"int32 ({text}) with neighbours side by side",
+                "cast it with .to(torch.int32), or call .contiguous()",
+            )
+        if tensor.device != device:
+            raise InvalidInput(name, f"on {tensor.device}", f"{device}, the device of q", "move it")
 
 
 def operands_with_grad(operands: Operands) -> list[str]:

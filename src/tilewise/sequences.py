@@ -137,13 +137,61 @@ def offsets_of(operands: Operands, total_q: int, total_kv: int) -> tuple[list[in
     return found[0], found[1]
 
 
-def check_where_asked(q: Tensor, k: Tensor, operands: Operands) -> None:
-    """Read and check the offsets of packed sequences on a device, if the environment asks for that; the host waits.
+def are_read(tensor: Tensor) -> bool:
+    """Whether a call reads and checks the numbers that say where its keys are: on a CPU always, on a device where the
+    environment asks for it and no graph is captured, when nothing can be read."""
+    if tensor.device.type == "cpu":
+        return True
+    return are_checked() and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
-    Not while a graph is captured, when nothing can be read. q and k with their heads first.
+
+def check_values(problem: Problem, operands: Operands) -> None:
+    """Raise InvalidInput for offsets, lengths, rows or pages that name nothing, where they are read; the host waits.
+
+    The backends on a CPU read offsets of packed sequences themselves.
     """
-    if "cu_seqlens_q" in operands and q.is_cuda and are_checked() and not torch.cuda.is_current_stream_capturing():
-        offsets_of(operands, q.shape[2], k.shape[2])
+    mask = problem.mask
+    if isinstance(mask, Packed):
+        if operands["cu_seqlens_q"].is_cuda and are_read(operands["cu_seqlens_q"]):
+            offsets_of(operands, problem.seq_q, problem.seq_kv)
+    elif isinstance(mask, Cached) and mask.operands and are_read(operands[mask.operands[0].name]):
+        _check_cache_values(mask, problem, operands)
+
+
+def _check_cache_values(mask: Cached, problem: Problem, operands: Operands) -> None:
+    capacity = problem.seq_kv
+    if mask.lengths:
+        _check_range("lengths", operands["cache_lengths"], 0, capacity, places_of_a_sequence(bool(mask.page_size)))
+    if mask.starts:
+        _check_range("starts", operands["cache_starts"], 0, capacity, "places of the cache")
+    if mask.rows:
+        _check_range("rows", operands["cache_rows"], 0, mask.batches - 1, "rows of the cache")
+    if mask.packed:
+        offsets = operands["cu_seqlens_q"]
+        if offsets.numel() and (int(offsets[0]) != 0 or bool((offsets.diff() < 0).any())):
+            remedy = "pass the cumulative numbers of queries"
+            raise InvalidInput("cu_seqlens_q", offsets.tolist()[:8], "offsets from 0 that never fall", remedy)
+        _check_range("cu_seqlens_q", offsets, 0, problem.seq_q, "rows of q")
+    if mask.page_size:
+        table = operands["page_table"]
+        places = torch.arange(table.shape[1], device=table.device) * mask.page_size
+        used = table
+        if mask.lengths:
+            used = table[places < operands["cache_lengths"].clamp(0, capacity)[:, None]]
+        _check_range("page_table", used, 0, mask.batches - 1, "pages")
+
+
+def places_of_a_sequence(paged: bool) -> str:
+    return "places that page_table gives a sequence" if paged else "places of the cache"
+
+
+def _check_range(name: str, numbers: Tensor, first: int, last: int, what: str) -> None:
+    if numbers.numel() == 0:
+        return
+    low, high = int(numbers.min()), int(numbers.max())
+    if low < first or high > last:
+        got = f"{low if low < first else high} among its numbers"
+        raise InvalidInput(name, got, f"{first} to {last}, the {what}", "correct the numbers in this tensor")
 
 
 def members(problem: Problem, operands: Operands) -> list[Member]:
@@ -374,7 +422,13 @@ def cached_places(k: Tensor, operands: Operands, mask: Cached, number: int, plac
 
 
 def forward_of_cache(
-    forward: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands
+    forward: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    problem: Problem,
+    operands: Operands,
+    results: dict[str, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """A problem with keys in a cache by a forward of tensors, one sequence after another; it reads their lengths.
 
@@ -416,5 +470,5 @@ def forward_of_cache(
             others[name] = full.narrow(operand.dims.index("key"), 0, len(places)) if "key" in operand.dims else full
         batch = slice(0, 1) if mask.packed else slice(number, number + 1)
         keys, values = (cached_places(tensor, operands, mask, last, places) for tensor in (k, v))
-        out[batch, :, own], lse[batch, :, own] = forward(q[batch, :, own], keys, values, one, None, others)
+        out[batch, :, own], lse[batch, :, own] = forward(q[batch, :, own], keys, values, one, None, others, results)
     return out, lse

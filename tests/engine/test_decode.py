@@ -12,7 +12,10 @@ import torch
 import emulation
 from cache_cases import Case, assert_as_expected, make
 from support import assert_close, assert_near, budget, make_inputs, make_problem, same_bits
-from tilewise import Causal, Full, Target, Window, cache_append, cached, explain
+from tilewise import Causal, Full, Target, Window, api, cache_append, explain
+from tilewise.call.request import CACHED as BATCHED_CACHE
+from tilewise.call.request import CACHED_PACKED
+from tilewise.call.resolve import resolve
 from tilewise.engine import SM80, SM90, decode
 from tilewise.engine.program import Counter
 from tilewise.masks import Cached, Packed
@@ -193,12 +196,14 @@ def test_parts_of_wide_rows(monkeypatch, parts):
 
 def posed(q, k, v, told):
     """The problem of a call of attention_cached with these keywords, its views and operands."""
-    told = dict(told)
-    given = cached._Given(*(told.pop(name, None) for name in cached._Given._fields))
-    named = [told.pop(name, None) for name in ("alibi", "keep", "sink")]
-    values = {"max_seqlen_q": 0, "mask": "full", "scale": None, "softcap": 0.0, "return_lse": True}
-    asked = tuple((values | {"batch_invariant": False, "backend": "auto"} | told).values())
-    return cached._posed(q, k, v, given, asked, *named)
+    resolved = resolve(api.cached_request(q, k, v, **({"mask": "full", "return_lse": True} | told)))
+    return resolved.problem(), resolved.q, resolved.k, resolved.v, resolved.operands
+
+
+def as_cached(out, lse, *, packed=False):
+    """Out and lse of views in the shapes of attention_cached."""
+    form = CACHED_PACKED if packed else BATCHED_CACHE
+    return form.out.raw(out), form.lse.raw(lse)
 
 
 def run_cached(monkeypatch, case, made, target=SMALL, seed=0, counters=True, **more):
@@ -208,7 +213,7 @@ def run_cached(monkeypatch, case, made, target=SMALL, seed=0, counters=True, **m
     problem, *views, operands = posed(made.q, made.k, made.v, made.told | more)
     assert SM90.why_not(problem, target) == []
     out, lse = SM90.bind(*views, problem, narrow(problem, target), target, operands)(*views, operands)
-    return cached._as_asked(out, lse, "cu_seqlens_q" in made.told, True)
+    return as_cached(out, lse, packed="cu_seqlens_q" in made.told)
 
 
 CACHED = [
@@ -435,7 +440,7 @@ def test_the_model_notices(monkeypatch, spoil):
             emulation.install(monkeypatch, spoil=spoil, seed=seed)
             target = replace(H200, sms=42)
             bound = SM90.bind(*views, problem, narrow(problem, target), target, operands)
-            assert_as_expected(case, made, *cached._as_asked(*bound(*views, operands), False, True))
+            assert_as_expected(case, made, *as_cached(*bound(*views, operands)))
 
     with pytest.raises(AssertionError):
         run_in_several_orders()

@@ -12,7 +12,8 @@ import torch
 import emulation
 import tilewise.plan
 from support import assert_close, budget, exact, make_inputs, make_problem
-from tilewise import Causal, CompileError, Target, UnsupportedProblem, op
+from tilewise import Causal, CompileError, Target, UnsupportedProblem
+from tilewise.call import build
 from tilewise.engine import SM80, SM90
 from tilewise.engine.source import COMPILED
 from tilewise.lab.model import covering
@@ -86,16 +87,16 @@ def compiler(monkeypatch):
             made.built.append(unit.label)
 
     monkeypatch.setattr(tilewise.plan, "_left_out", frozenset())
-    monkeypatch.setattr(op, "build_all", build_all)
-    monkeypatch.setattr(op, "is_loaded", lambda unit: False)
-    monkeypatch.setattr(op, "Target", types.SimpleNamespace(of=lambda device: H200))
-    monkeypatch.setattr(op, "_call", lambda planned, *others: planned)
+    monkeypatch.setattr(build, "build_all", build_all)
+    monkeypatch.setattr(build, "is_loaded", lambda unit: False)
+    monkeypatch.setattr(build, "Target", types.SimpleNamespace(of=lambda device: H200))
+    monkeypatch.setattr(build, "_bound_call", lambda planned, *others: planned)
     return made
 
 
 def planned(problem, backend="auto"):
     q, k, v = (torch.empty(1, device="meta") for _ in range(3))
-    return op.bound_call(problem, q, k, v, {}, types.SimpleNamespace(backend=backend))[0]
+    return build.build(problem, q, k, v, {}, backend, lambda: 0)[0]
 
 
 def test_packed_training_stays_in_its_family(compiler, caplog):

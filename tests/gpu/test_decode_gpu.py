@@ -18,7 +18,8 @@ import kvcache_suite
 import tilewise
 from cache_cases import Case, Made, assert_as_expected, make
 from support import assert_close, assert_near, budget, make_inputs, make_problem
-from tilewise import Causal, Full, InvalidInput, KeyLengths, Target, Window, cached
+from tilewise import Causal, Full, InvalidInput, KeyLengths, Target, Window, api
+from tilewise.call.resolve import resolve
 from tilewise.engine import SM80, SM90, decode
 from tilewise.integrations.flash_attn import flash_attn_with_kvcache
 from tilewise.jit import build_all
@@ -66,12 +67,8 @@ def run(made: Made, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def problem_of(case: Case, invariant: bool = False) -> Any:
     made = make(case.with_(lengths=tuple(min(n, 64) for n in case.lengths), starts=(0,) * len(case.starts)))
-    told = dict(made.told)
-    given = cached._Given(*(told.pop(name, None) for name in cached._Given._fields))
-    named = [told.pop(name, None) for name in ("alibi", "keep", "sink")]
-    values = {"max_seqlen_q": 0, "mask": "full", "scale": None, "softcap": 0.0, "return_lse": True}
-    asked = tuple((values | {"batch_invariant": invariant, "backend": "auto"} | told).values())
-    return cached._posed(made.q, made.k, made.v, given, asked, *named)[0]
+    told = {"mask": "full", "return_lse": True, "batch_invariant": invariant} | made.told
+    return resolve(api.cached_request(made.q, made.k, made.v, **told)).problem()
 
 
 PLAIN = [

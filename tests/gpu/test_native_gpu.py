@@ -15,10 +15,11 @@ import torch.nn.functional as F
 
 import tilewise
 from support import assert_close, budget
-from tilewise import memo, native, op
+from tilewise import memo, native
 from tilewise.integrations.sdpa import sdpa
 from tilewise.jit import build_all
 from tilewise.native import in_python, library
+from tilewise.torch_seam import switches
 
 pytestmark = pytest.mark.gpu
 
@@ -35,7 +36,7 @@ def _built_ahead():
         for make, arguments in CASES.values():
             for grad, deterministic in ((False, False), (True, False), (True, True)):
                 tensors = [x.requires_grad_(grad) for x in make()]
-                with op.deterministic_algorithms() if deterministic else contextlib.nullcontext():
+                with switches.deterministic_algorithms() if deterministic else contextlib.nullcontext():
                     plan = tilewise.explain(*tensors, **arguments)
                 units |= dict.fromkeys(plan.units)
                 if plan.backward is not None and deterministic:
@@ -148,7 +149,7 @@ def test_gradients_have_the_bits_of_the_way_in_python(name, wanted):
         learning = [leaf for leaf in leaves if leaf.requires_grad]
         return (out, *torch.autograd.grad((out, *others), learning, given))
 
-    with op.deterministic_algorithms():
+    with switches.deterministic_algorithms():
         with in_python():
             first = step()
             dout = torch.randn_like(first[0])
@@ -446,7 +447,7 @@ def test_packed_calls_have_the_bits_of_the_way_in_python(grad):
     dout = torch.randn_like(tensors[0])
 
     def call():
-        with op.deterministic_algorithms():
+        with switches.deterministic_algorithms():
             out, lse = tilewise.attention_packed(*tensors, offsets, offsets, 1025, 1025, mask="causal", return_lse=True)
             return [out, lse, *(torch.autograd.grad(out, tensors, dout) if grad else ())]
 
@@ -506,7 +507,7 @@ def test_padded_calls_have_the_bits_of_the_way_in_python(name, grad):
     rule = tilewise.Causal("bottom-right")
 
     def call(keep):
-        with op.deterministic_algorithms():
+        with switches.deterministic_algorithms():
             out, lse = tilewise.attention(*tensors, mask=rule, keep=keep, return_lse=True)
             return [out, lse, *(torch.autograd.grad(out, tensors, dout) if grad else ())]
 
@@ -527,7 +528,7 @@ def test_a_graph_of_a_padded_step_follows_its_padding():
     dout, keep = torch.randn_like(tensors[0]), padding(tensors)
 
     def call():
-        with op.deterministic_algorithms():
+        with switches.deterministic_algorithms():
             leaves = [tensor.detach().requires_grad_() for tensor in tensors]
             out = tilewise.attention(*leaves, mask="causal", keep=keep)
             return [out, *torch.autograd.grad(out, leaves, dout)]

@@ -43,7 +43,7 @@ def test_calls_under_masks_of_many_documents_do_not_fill_the_memory(monkeypatch)
     """The call itself is not of interest, so nothing computes."""
     invalidate()
     out = torch.zeros(1)
-    monkeypatch.setattr(tilewise.op, "execute", lambda call, q, k, v, *operands: (out, None))
+    monkeypatch.setattr(tilewise.call.execute, "run", lambda *_: (out, None))
     base = torch.randn(1, 1, 1500, 2)
     tracemalloc.start()
     try:
@@ -85,7 +85,7 @@ def test_what_was_worked_out_before_a_change_is_not_kept_after_it():
 def test_threads_share_what_is_remembered():
     """Many problems, caches that overflow, and threads that forget everything, at the shortest switch interval."""
     invalidate()
-    small: Memo[tilewise.op.Call] = Memo(max_entries=8)
+    small: Memo[tilewise.call.build.Call] = Memo(max_entries=8)
     plans: Memo[tilewise.Plan] = Memo(max_entries=6)
     inputs = {n: torch.randn(1, 2, n, 4) for n in range(2, 26)}
     truth = {n: tilewise.attention(x, x, x, mask="causal", backend="reference") for n, x in inputs.items()}
@@ -110,7 +110,7 @@ def test_threads_share_what_is_remembered():
 
     interval = sys.getswitchinterval()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tilewise.op, "_calls", small)
+        patch.setattr(tilewise.call.memory, "_calls", small)
         patch.setattr(tilewise.plan, "_plans", plans)
         sys.setswitchinterval(1e-6)
         try:

@@ -9,7 +9,8 @@ import torch
 
 import tilewise
 from support import assert_close, budget
-from tilewise import Causal, Documents, InvalidInput, Window, op
+from tilewise import Causal, Documents, InvalidInput, Window
+from tilewise.call import execute
 from tilewise.integrations.flash_attn import flash_attn_varlen_func
 
 OURS = ["tiled", "reference"]
@@ -286,15 +287,15 @@ def negated(tensor):
 @pytest.mark.parametrize("backend", EVERY)
 def test_tensors_whose_memory_holds_the_opposite(backend, monkeypatch):
     seen = []
-    real_memory = op.with_memory
-    monkeypatch.setattr(op, "with_memory", lambda tensor: seen.append(tensor.is_neg()) or real_memory(tensor))
+    real_memory = execute.with_memory
+    monkeypatch.setattr(execute, "with_memory", lambda tensor: seen.append(tensor.is_neg()) or real_memory(tensor))
     tensors = leaves(1, 2, 5, 4)
     want = tilewise.attention(*tensors, backend=backend)
     for _ in range(2):  # the second call is a remembered one
         seen.clear()
         assert_close(tilewise.attention(*map(negated, tensors), backend=backend), want, FLOAT32)
         assert seen[:3] == [True] * 3
-    assert not any(op.with_memory(negated(tensor)).is_neg() for tensor in tensors)
+    assert not any(execute.with_memory(negated(tensor)).is_neg() for tensor in tensors)
     grads = []
     for dout in (torch.ones(1, 2, 5, 4), negated(torch.ones(1, 2, 5, 4))):
         inputs = [tensor.detach().clone().requires_grad_() for tensor in tensors]

@@ -58,7 +58,7 @@ SWITCHED = {
 @pytest.mark.parametrize("guards", [True, False])
 def test_a_kept_rule_obeys_switches_thrown_later_and_forgets_them_afterwards(monkeypatch, how, masked, guards):
     if not guards:
-        monkeypatch.setattr("tilewise.integrations.sdpa.decision._TensorGuards", None)
+        monkeypatch.setattr("tilewise.call.memory.GUARDS_HOLD", False)
     q, k, v = (torch.randn(2, 4, 16, 8, requires_grad=True) for _ in range(3))
     mask = torch.zeros(16, 16) if masked else None
     ask = lambda: F.scaled_dot_product_attention(q, k, v, mask)
@@ -182,7 +182,7 @@ ODD = {
 def test_a_tensor_whose_memory_does_not_hold_its_values(monkeypatch, backend, guards, how, place):
     """PyTorch negates lazily, and makes zeros without memory: such tensors get some, also after a plain call."""
     if not guards:
-        monkeypatch.setattr("tilewise.integrations.sdpa.decision._TensorGuards", None)
+        monkeypatch.setattr("tilewise.call.memory.GUARDS_HOLD", False)
     plain = [torch.randn(4, 16, 8) for _ in range(3)]
     odd = [ODD[how](tensor) if i == place else tensor for i, tensor in enumerate(plain)]
     want = F.scaled_dot_product_attention(*(tensor.clone() for tensor in odd))
@@ -256,7 +256,7 @@ ODD_KINDS = {
 @pytest.mark.parametrize("odd", ODD_KINDS)
 def test_what_pytorch_refuses_it_still_refuses_and_the_next_call_is_what_it_was(monkeypatch, guards, rule, odd):
     if not guards:
-        monkeypatch.setattr("tilewise.integrations.sdpa.decision._TensorGuards", None)
+        monkeypatch.setattr("tilewise.call.memory.GUARDS_HOLD", False)
     place, change = ODD_KINDS[odd]
     tensors = [torch.randn(1, 2, 8, 16) for _ in range(3)] + [torch.randn(8, 8)] * (place == 3)
 

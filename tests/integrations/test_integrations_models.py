@@ -51,7 +51,7 @@ def calls(monkeypatch):
 
         return spy
 
-    for attend in (api.attention, api.attention_turned):
+    for attend in (api.attention, api.attention_out_bshd):
         monkeypatch.setattr(ours, attend.__name__, spied(attend))
     return seen
 

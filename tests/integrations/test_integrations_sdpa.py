@@ -23,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 import call_changes
 import tilewise
 from support import assert_close, budget
-from tilewise import InvalidInput, TilewiseError, UnsupportedProblem, api
+from tilewise import InvalidInput, TilewiseError, UnsupportedProblem, torch_function
+from tilewise.call import memory
 from tilewise.hook import dispatcher
 from tilewise.integrations.sdpa import FallbackWarning, decision, sdpa
 from tilewise.target import assumed
@@ -592,7 +593,8 @@ def test_masks_of_every_shape_are_taken_and_differentiated(shape, backend):
 
 @pytest.mark.parametrize("learned", [False, True], ids=["constant", "learned"])
 @pytest.mark.parametrize("shape", MASK_SHAPES, ids=str)
-def test_on_hopper_our_kernel_takes_masks_of_every_shape(shape, learned):
+def test_on_hopper_our_kernel_takes_masks_of_every_shape(monkeypatch, shape, learned):
+    monkeypatch.setattr(decision.memory, "made", lambda *_: None)
     q, k, v = (torch.randn(2, 4, 16, 8, dtype=torch.bfloat16) for _ in range(3))
     visible = torch.ones(shape, dtype=torch.bool)
     for mask in (torch.zeros(shape, dtype=torch.bfloat16, requires_grad=learned), *([] if learned else [visible])):
@@ -608,11 +610,11 @@ def test_on_hopper_our_kernel_takes_masks_of_every_shape(shape, learned):
 def test_a_mask_that_is_expanded_is_read_as_small_as_it_is():
     padding = torch.tensor([[True] * 16, [True] * 9 + [False] * 7])[:, None, None, :]
     wide = padding.expand(2, 4, 16, 16)
-    assert api.without_repeats(wide).shape == (2, 1, 1, 16)
-    assert api.without_repeats(wide).data_ptr() == padding.data_ptr()
+    assert torch_function.without_repeats(wide).shape == (2, 1, 1, 16)
+    assert torch_function.without_repeats(wide).data_ptr() == padding.data_ptr()
     learned = torch.zeros(1, 1, 1, 16, requires_grad=True).expand(2, 4, 16, 16)
-    assert api.without_repeats(learned) is learned
-    assert api.without_repeats(padding) is padding
+    assert torch_function.without_repeats(learned) is learned
+    assert torch_function.without_repeats(padding) is padding
     q, k, v = inputs()
     with sdpa(backend="tiled"):
         got = F.scaled_dot_product_attention(q, k, v, wide)
@@ -642,11 +644,9 @@ def test_strides_that_a_named_backend_refuses_after_strides_that_it_takes():
 def _how_calls_are_recognised(request, monkeypatch):
     """By PyTorch's guards, and as on a release that has none."""
     if request.param == "signatures":
-        monkeypatch.setattr("tilewise.integrations.sdpa.decision._TensorGuards", None)
+        monkeypatch.setattr(memory, "GUARDS_HOLD", False)
     else:
-        from tilewise.integrations.sdpa.decision import _TensorGuards
-
-        assert _TensorGuards is not None, "this release has guards, and they are worth a microsecond"
+        assert memory.GUARDS_HOLD, "this release has guards, and they are worth a microsecond"
 
 
 @pytest.mark.usefixtures("_how_calls_are_recognised")

@@ -14,10 +14,13 @@ import tilewise
 import torch_own
 import torch_suite as suite
 from support import assert_close, budget
-from tilewise import Causal, Problem, Window, op
+from tilewise import Causal, Problem, Window
+from tilewise.call import memory
+from tilewise.call.request import BHSD, Lowered, Options, Request
 from tilewise.integrations.sdpa import sdpa
 from tilewise.memo import invalidate
 from tilewise.torch_kernels import candidates
+from tilewise.torch_seam import autograd, switches
 
 ways = pytest.mark.parametrize("way", suite.WAYS.values(), ids=list(suite.WAYS))
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on a CPU")
@@ -91,7 +94,7 @@ def tensors(*shape: int, grad: bool = False) -> list[torch.Tensor]:
 def test_a_repeated_call_is_recalled(monkeypatch):
     q, k, v = tensors()
     want = tilewise.attention(q, k, v, mask=Causal())
-    monkeypatch.setattr(op, "prepare", lambda *_: pytest.fail("prepared twice"))
+    monkeypatch.setattr(memory, "build", lambda *_: pytest.fail("built twice"))
     assert torch.equal(tilewise.attention(q.clone(), k.clone(), v.clone(), mask=Causal()), want)
 
 
@@ -116,9 +119,12 @@ def test_recall_tells_calls_apart():
     """After a call is remembered, each of these is another one."""
     q, k, v = tensors()
     invalidate()
-    arguments = (None, None, 0.0, (), 0.0, "bhsd", False, "auto", "exact")
+
+    def recalled(q, k, v, **options):
+        return memory.find(Request(BHSD, q, k, v, {}, {}, Options(**options)))
+
     tilewise.attention(q, k, v)
-    assert op.recall(q, k, v, {}, arguments) is not None
+    assert recalled(q, k, v) is not None
     storage = torch.randn(1 * 2 * 8 * 16 + 1)
     others = [
         (q.double(), k, v),
@@ -129,17 +135,17 @@ def test_recall_tells_calls_apart():
         (q.to("meta"), k, v),
         (torch.nn.Parameter(q), k, v),
     ]
-    assert all(op.recall(*tensors, {}, arguments) is None for tensors in others)
-    assert op.recall(q, k, v, {}, ("causal", *arguments[1:])) is None
-    assert op.recall(q, k, v, {}, (*arguments[:-1], "tf32")) is None
-    assert op.recall(q, k, v, {}, ([], *arguments[1:])) is None
-    assert op.recall(None, k, v, {}, arguments) is None
+    assert all(recalled(*tensors) is None for tensors in others)
+    assert recalled(q, k, v, mask="causal") is None
+    assert recalled(q, k, v, precision="tf32") is None
+    assert recalled(q, k, v, mask=[]) is None
+    assert recalled(None, k, v) is None
     with torch.utils.flop_counter.FlopCounterMode(display=False):
-        assert op.recall(q, k, v, {}, arguments) is None
+        assert recalled(q, k, v) is None
     with torch.autograd.forward_ad.dual_level():
-        assert op.recall(q, k, v, {}, arguments) is None
+        assert recalled(q, k, v) is None
     seen = []
-    torch.func.vmap(lambda x: (seen.append(op.recall(q, k, v, {}, arguments)), x)[1])(torch.zeros(2))
+    torch.func.vmap(lambda x: (seen.append(recalled(q, k, v)), x)[1])(torch.zeros(2))
     assert seen == [None]
 
 
@@ -152,7 +158,7 @@ def test_memory_of_others_may_begin_anywhere():
         assert tensor.storage_offset() == 0
         strides = tilewise.explain(tensor, tensor, tensor).problem.strides.value
         assert strides == ("unaligned" if tensor.data_ptr() % 16 else "aligned")
-        assert op.prepare(tensor, tensor, tensor, {}, op.Options(), None).problem.strides.value == strides
+        assert autograd.prepare(tensor, tensor, tensor, {}, Lowered(), None).problem.strides.value == strides
         found.add(strides)
     assert found == {"aligned", "unaligned"}
 
@@ -187,7 +193,7 @@ def test_what_was_planned_deterministic_stays_so_in_the_backward(monkeypatch, wa
     monkeypatch.setattr(candidates.Candidate, "backward", watched)
     torch.use_deterministic_algorithms(warn_only_by_the_user, warn_only=warn_only_by_the_user)
     try:
-        with op.deterministic_algorithms():
+        with switches.deterministic_algorithms():
             assert switch() == (True, True)
             out = tilewise.attention(q, k, v, backend="torch-flash")
         out.sum().backward()
@@ -200,11 +206,11 @@ def test_what_was_planned_deterministic_stays_so_in_the_backward(monkeypatch, wa
 
 def test_the_switch_is_put_back_by_the_last_who_holds_it():
     """Backward passes on several GPUs overlap in any order, each in a thread of its own."""
-    mine, its_turn = op._switch.held(strict=False), threading.Event()
+    mine, its_turn = switches.determinism.held(strict=False), threading.Event()
     seen = []
 
     def other():
-        with op._switch.held(strict=True):
+        with switches.determinism.held(strict=True):
             entered.set()
             its_turn.wait(600)
             seen.append(switch())
@@ -309,13 +315,13 @@ class Tests(unittest.TestCase):
         torch.testing.assert_close(F.scaled_dot_product_attention(q, k, v), want)
 
     def test_of_the_plain_way(self):
-        assert sdpa.enabled is None and F.scaled_dot_product_attention.__module__ != "tilewise.api"
+        assert sdpa.enabled is None and F.scaled_dot_product_attention.__module__ != "tilewise.torch_function"
 
     def test_of_tiles(self):
         assert sdpa.enabled is not None and sdpa.enabled.backend == "tiled"
 
     def test_of_the_function(self):
-        assert F.scaled_dot_product_attention.__module__ == "tilewise.api"
+        assert F.scaled_dot_product_attention.__module__ == "tilewise.torch_function"
 
     @unittest.skip("by itself")
     def test_skipped(self):

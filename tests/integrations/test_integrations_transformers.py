@@ -9,8 +9,10 @@ import torch
 
 import tilewise
 from support import assert_close, budget
-from tilewise import Causal, Documents, UnsupportedProblem, Window, api, native, repeated
+from tilewise import Causal, Documents, UnsupportedProblem, Window, api, native
+from tilewise.call.request import OUT_BSHD
 from tilewise.integrations import transformers as ours
+from tilewise.torch_seam import switches
 
 NEEDED = "needs transformers >= 5.15: pip install 'tilewise[transformers]'"
 transformers = pytest.importorskip("transformers", reason=NEEDED, exc_type=ImportError)
@@ -116,7 +118,7 @@ def calls(monkeypatch):
 
         return spy
 
-    for attend in (api.attention, api.attention_turned):
+    for attend in (api.attention, api.attention_out_bshd):
         monkeypatch.setattr(ours, attend.__name__, spied(attend))
     return seen
 
@@ -700,7 +702,7 @@ def test_keywords_that_ask_for_nothing_change_nothing(calls):
     nothing = {"tree_mask": None, "indices": None, "output_attentions": False, "deterministic": False}
     got, _ = ours.attention_forward(torch.nn.Module(), q, q, q, None, position_ids=torch.arange(4), **nothing)
     assert torch.equal(got, want)
-    with tilewise.op.deterministic_algorithms():
+    with switches.deterministic_algorithms():
         got, _ = ours.attention_forward(torch.nn.Module(), q, q, q, None, deterministic=True)
     assert torch.equal(got, want)
 
@@ -920,7 +922,7 @@ def test_what_native_code_knows_comes_back_as_it_is(monkeypatch):
         assert out.is_contiguous()
         assert_close(out.transpose(1, 2), want.double(), budget(torch.float32, 9))
     assert [given[:3] for given in seen[:2]] == [(q, k, v)] * 2
-    assert all(given[12] is repeated.TURNED_LAYOUT for given in seen), "in the place of a layout"
+    assert all(given[12] is OUT_BSHD for given in seen), "in the place of a layout"
 
 
 class Flags:
@@ -974,7 +976,7 @@ def test_masks_of_other_kinds_are_asked_on_their_own(waited_for):
 
 def test_deterministic_algorithms_wait_for_every_padding(waited_for):
     batches = [Flags(there) for there in (False, True)]
-    with tilewise.op.deterministic_algorithms():
+    with switches.deterministic_algorithms():
         assert [ours._all_there(flags, ("causal", True)) for flags in batches] == [False, True]
     assert waited_for == batches
 

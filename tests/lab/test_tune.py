@@ -10,7 +10,6 @@ import json
 import logging
 import math
 import random
-import types
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,7 +17,8 @@ import torch
 from typer.testing import CliRunner
 
 from support import assert_close, budget, exact, make_problem
-from tilewise import Causal, Full, Window, op
+from tilewise import Causal, Full, Window
+from tilewise.call import build
 from tilewise.engine import SM90
 from tilewise.errors import CompileError, InvalidInput
 from tilewise.jit import tuned
@@ -576,7 +576,7 @@ def test_a_tuned_backward_that_does_not_build_gives_way_alone(caplog: pytest.Log
     error = CompileError("it spills")
     error.unit = next(unit.label for unit in chosen.backward.units if "backward" in unit.label)
     with caplog.at_level(logging.WARNING, "tilewise"):
-        op._leave_out(chosen, error, types.SimpleNamespace(backend="auto"))  # type: ignore[arg-type]
+        build._leave_out(chosen, error, "auto")
     again = plan(TRAIN, H200)
     assert (again.config, again.backward_config) == (forward, shipped.backward_config)
     assert [record.levelname for record in caplog.records] == ["WARNING"]

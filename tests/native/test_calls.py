@@ -17,11 +17,15 @@ import call_changes
 import emulation
 import tilewise
 from support import assert_close, budget, same_bits
-from tilewise import DeviceError, Target, api, memo, native, op, repeated
+from tilewise import DeviceError, Target, api, memo, native
+from tilewise.call import build
+from tilewise.call import native as handing_over
+from tilewise.call.request import BHSD, OUT_BSHD, PACKED
 from tilewise.engine import run, tile_map
 from tilewise.integrations.sdpa import sdpa
 from tilewise.native import library
 from tilewise.target import assumed
+from tilewise.torch_seam import switches
 
 pytestmark = [
     pytest.mark.skipif(library._why_not() is not None, reason=str(library._why_not())),
@@ -37,9 +41,9 @@ class Machine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
         emulation.install(monkeypatch)
         self.backend, self.driver = backend, emulation.NativeDriver()
-        monkeypatch.setattr(op, "_build", lambda plan: None)
+        monkeypatch.setattr(build, "_build", lambda plan: None)
         monkeypatch.setattr(run, "counter_room", self.driver.counter_room)
-        monkeypatch.setattr(repeated, "_counting", set())
+        monkeypatch.setattr(handing_over, "_counting", set())
         self.calls = library.loaded().calls
         self.calls.use_driver(*self.driver.addresses)
         native.use(self.calls)
@@ -473,7 +477,7 @@ def defaults(backend, **changes):
     """The arguments of `attention` behind q, k and v."""
     values = {
         "mask": None, "scale": None, "softcap": 0.0, "alibi": None, "keep": None, "sink": None, "scores": (),
-        "operands": None, "dropout": 0.0, "layout": "bhsd", "return_lse": False, "return_max_logit": False,
+        "operands": None, "dropout": 0.0, "layout": BHSD, "return_lse": False, "return_max_logit": False,
         "backend": backend, "precision": "exact",
     }  # fmt: skip
     return tuple({**values, **changes}.values())
@@ -498,7 +502,7 @@ def test_whatever_differs_is_another_call(hopper):
         assert native.attend(q, k, v, *defaults("sm90", **change)) is None, change
     with torch.no_grad():
         assert native.attend(q.clone().requires_grad_(), k, v, *DEFAULTS) is not None
-    with op.deterministic_algorithms():
+    with switches.deterministic_algorithms():
         assert native.attend(q, k, v, *DEFAULTS) is None
     memo.invalidate()
     assert native.attend(q, k, v, *DEFAULTS) is None
@@ -603,7 +607,7 @@ def test_captured_launches_keep_their_counters(hopper):
     with assumed(two):
         for _ in range(2):
             want = hopper.attention(*tensors, mask="causal")
-        assert repeated._counting == {0}, "a call whose launches take no counter says nothing here"
+        assert handing_over._counting == {0}, "a call whose launches take no counter says nothing here"
         before = hopper.counts[0]
         for capturing in (0, 0, 1, 1, 1, 1, 0):
             hopper.driver.capturing = capturing
@@ -691,10 +695,10 @@ def test_nothing_is_kept_for_ever(hopper):
     del leaves, out
     gc.collect()
     assert all(ref() is None for ref in refs)
-    assert any(type(kept) is repeated.Repeated for kept in gc.get_objects())
+    assert any(type(kept) is handing_over.Repeated for kept in gc.get_objects())
     memo.invalidate()
     gc.collect()
-    assert not any(type(kept) is repeated.Repeated for kept in gc.get_objects())
+    assert not any(type(kept) is handing_over.Repeated for kept in gc.get_objects())
 
 
 def test_the_override_is_answered_natively(hopper, compiled_override):
@@ -841,9 +845,9 @@ def test_packed_gradients_have_the_bits_of_those_in_python(machine):
 
 @pytest.fixture
 def turned(hopper, monkeypatch):
-    """`attention_turned`, of the backend that is modelled."""
+    """`attention_out_bshd`, of the backend that is modelled."""
     monkeypatch.setattr(api, "AUTO", hopper.backend)
-    return api.attention_turned
+    return api.attention_out_bshd
 
 
 @pytest.mark.parametrize("layout", ["views", "bhsd"])
@@ -858,7 +862,7 @@ def turned(hopper, monkeypatch):
 )
 def test_out_may_come_with_seq_before_heads_and_so_may_its_gradient(hopper, turned, sizes, mask, layout):
     """The bits of `attention` and of its gradients, without a copy in whatever order the inputs lie; and without a view
-    once native code knows the call, which it is told of at its third time."""
+    once native code knows the call, from the third time on."""
     tensors = inputs(**sizes, layout=layout)
     named = {"mask": mask, "scale": 0.2}
     shape = [tensors[0].shape[dim] for dim in (0, 2, 1, 3)]
@@ -871,17 +875,17 @@ def test_out_may_come_with_seq_before_heads_and_so_may_its_gradient(hopper, turn
         out = turned(*leaves, **named)
         out.backward(dout)
         found.append((out, [leaf.grad for leaf in leaves]))
-    assert hopper.since(before) == [3, 2, 1]
+    assert hopper.since(before) == [4, 3, 1]
     for out, grads in found:
         assert out.is_contiguous()
         assert torch.equal(out.transpose(1, 2), want)
         assert same_bits(grads, want_grads)
-    assert [out._is_view() for out, _ in found] == [True] * 3 + [False] * 3
+    assert [out._is_view() for out, _ in found] == [True] * 2 + [False] * 4
 
 
 def test_no_layout_of_attention_is_called_turned_or_packed(hopper):
     tensors = inputs()
-    for layout in (repeated.TURNED, repeated.PACKED):
+    for layout in (OUT_BSHD, PACKED):
         with pytest.raises(tilewise.InvalidInput, match="layout"):
             hopper.attention(*tensors, mask="causal", layout=layout)
 

@@ -34,6 +34,7 @@ Launches = tuple[tuple[Any, ...], ...]
 Recipe = tuple[int, Launches, "tuple[int, Launches] | None"]
 
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv")
+SLOTS_OF_OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 KEEP = "keep"
 PREPARED = "prepared"
 # As the enumeration `Operand` of native/calls.h has them.

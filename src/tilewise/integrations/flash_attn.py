@@ -29,14 +29,15 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
-from ..api import attention, attention_packed, drawn_seed
-from ..cached import attention_appended, attention_cached
+from ..api import attention, attention_cached, attention_packed
+from ..cache_append import attention_appended
+from ..call.resolve import drawn_seed
 from ..errors import InvalidInput, UnsupportedProblem
 from ..masks import UNLIMITED, Causal, Full, Window, as_int32
-from ..op import deterministic_algorithms
 from ..plain import reference
 from ..problem import describe, heads_first, shown, with_named_terms
 from ..terms import Dropout
+from ..torch_seam.switches import deterministic_algorithms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -340,7 +341,7 @@ def _varlen_pages(
         results = result if isinstance(result, tuple) else (result,)
         out, *lse = (_WithoutBackward.apply(one, q, k, v) for one in results)  # type: ignore[no-untyped-call]
         result = (out, *lse) if lse else out
-    return (*result, None) if isinstance(result, tuple) else result
+    return (*result, None) if isinstance(result, tuple) else result  # type: ignore[return-value]
 
 
 class _WithoutBackward(torch.autograd.Function):
@@ -420,7 +421,7 @@ def flash_attn_with_kvcache(
     if k is None and v is None:
         if rotary_cos is not None or rotary_sin is not None:
             raise InvalidInput("k", "None, beside rotary tables", "new keys and values, which rotate", "pass k and v")
-        return attention_cached(q, k_cache, v_cache, lengths, **asked)
+        return attention_cached(q, k_cache, v_cache, lengths, **asked)  # type: ignore[return-value]
     if k is None or v is None:
         raise InvalidInput("v" if v is None else "k", "None", "new keys and new values, or neither", "pass both")
     if lengths is None:
@@ -428,7 +429,7 @@ def flash_attn_with_kvcache(
             "cache_seqlens", "None", "how many places are taken, where new keys are written behind them", "pass it"
         )
     _check_new(q, k, v, k_cache, v_cache)
-    return attention_appended(
+    return attention_appended(  # type: ignore[return-value]
         q, k_cache, v_cache, k, v, lengths, cos=rotary_cos, sin=rotary_sin, interleaved=rotary_interleaved,
         apart=mask != Full(), **asked,
     )  # fmt: skip

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..call.request import Lowered
 from ..errors import InvalidInput, UnsupportedProblem
 from ..masks import Causal, Dense, Full
-from ..op import Options
 from ..plan import AUTO, BACKENDS, plan
 from ..problem import Problem
 from ..target import Target
@@ -117,7 +117,7 @@ def _thunder() -> Any:
 def _options(mask: object, is_causal: bool, scale: float | None, backend: str) -> dict[str, Any]:
     """By name, as the operators' schemas have them."""
     text = "" if mask is not None else "causal" if is_causal else "full"
-    return Options(mask=text, scale=scale, backend=backend)._asdict()
+    return Lowered(mask=text, scale=scale, backend=backend)._asdict()
 
 
 def _listed(mask: Tensor | None) -> list[Tensor]:

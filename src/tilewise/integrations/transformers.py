@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,14 +27,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_map
 
-from ..api import attention, attention_packed, attention_turned, autocast_inputs
+from ..api import attention, attention_cached, attention_out_bshd, attention_packed
 from ..cache_append import append
-from ..cached import attention_cached
 from ..errors import InvalidInput, UnsupportedProblem
 from ..masks import Causal, Documents, Full, KeyLengths, Window
-from ..op import autocast_is_on
-from ..operands import CHECK
+from ..operands import are_checked
 from ..terms import Bias
+from ..torch_seam.switches import autocast_inputs, autocast_is_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -153,7 +151,7 @@ def attention_forward(
         else:
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
             mask = _mask(causal, sliding_window, query, key)
-        out = attention_turned(query, key, value, mask=mask, scale=scaling, softcap=softcap or 0.0, dropout=dropout)
+        out = attention_out_bshd(query, key, value, mask=mask, scale=scaling, softcap=softcap or 0.0, dropout=dropout)
         return out, None
     beside = _with_effect(kwargs)
     _refuse(module, beside)
@@ -325,7 +323,7 @@ def _in_documents(
     if rule is None:
         return offsets, _band(same, sliding_window) if is_causal else _FULL
     if isinstance(rule, Documents):  # which Transformers found by positions: the row is cut at both kinds of offsets
-        if (not query.is_cuda or CHECK in os.environ) and not torch.equal(*offsets):
+        if (not query.is_cuda or are_checked()) and not torch.equal(*offsets):
             raise InvalidInput(
                 "cu_seq_lens_k",
                 "other offsets than cu_seq_lens_q beside position_ids that begin anew",
@@ -503,7 +501,7 @@ def _by_terms(
         return _with_sinks(query, key, value, named, sinks)
     if sinks is not None:
         named["sink"] = sinks
-    return attention_turned(query, key, value, **named)
+    return attention_out_bshd(query, key, value, **named)
 
 
 def _with_adjacent_keys(bias: Tensor) -> Tensor:
@@ -545,7 +543,7 @@ def _by_tensor(
         mask = asked.keep if asked.rule == Full() else _visible(asked, query, key)
     named: dict[str, Any] = {"mask": mask, "scale": scaling, "softcap": softcap, "dropout": dropout}
     if sinks is None:
-        return attention_turned(query, key, value, **named)
+        return attention_out_bshd(query, key, value, **named)
     return _with_sinks(query, key, value, named, sinks if sinks.ndim > 1 else sinks[:, None])
 
 

@@ -101,22 +101,22 @@ PARTS = {
         ("test_decode_gpu.py",),
         ("engine/append.py", "engine/decode.py"),
         ("sm80/append.cuh", "sm80/decode.cuh"),
-        ("cache_append.py", "cached.py", "engine/tables/sm80.json", "integrations/flash_attn.py"),
+        ("cache_append.py", "engine/tables/sm80.json", "integrations/flash_attn.py"),
     ),
     "packed": Part(("test_packed_gpu.py",), ("engine/packed.py",), ("common/packed.cuh",)),
     "seam": Part(
         ("test_seam.py", "test_launch.py", "test_torch_rules.py", "test_three_way.py", "test_integrations_gpu.py"),
         files=(
-            *(f"{name}.py" for name in ("api", "backend", "masks", "memo", "nonfinite", "op", "operands", "partials")),
-            *(f"{name}.py" for name in ("plan", "problem", "scores", "sequences", "target")),
+            *(f"{name}.py" for name in ("api", "backend", "masks", "memo", "nonfinite", "operands", "partials")),
+            *(f"{name}.py" for name in ("plan", "problem", "scores", "sequences", "target", "torch_function")),
             "engine/__init__.py",
             "engine/backend.py",
             "engine/lengths.py",
             "jit/tuned.py",
         ),
-        folders=("plain", "triton", "torch_kernels", "hook", "integrations"),
+        folders=("call", "torch_seam", "plain", "triton", "torch_kernels", "hook", "integrations"),
     ),
-    "native": Part(("test_native_gpu.py",), ("engine/recipe.py",), files=("repeated.py",), folders=("native",)),
+    "native": Part(("test_native_gpu.py",), ("engine/recipe.py",), files=("call/native.py",), folders=("native",)),
     "ladder": Part(("test_ladder_gpu.py",), folders=_LADDER),
 }
 

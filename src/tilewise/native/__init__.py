@@ -1,9 +1,9 @@
 """Repeated calls in native code, where a compiler is there: one extension, of calls.cpp and detour.cpp.
 
-The way in Python (op.py, engine/run.py) is the definition, and it is always there. What it has done once, and what
-nobody watches, the extension does again by itself: it recognises a call, allocates, fills in arguments and launches. So
-nothing depends on it but host time. `TILEWISE_NATIVE=off` does without it; with `detour` the extension passes on what
-`tilewise.sdpa` leaves to PyTorch, and nothing else.
+The path in Python (call/, engine/run.py) is the definition, and it is always there. What it has done once, the
+extension does again by itself where no mode of PyTorch's watches: it recognises a call, allocates, fills in arguments
+and launches. So nothing depends on it but host time. `TILEWISE_NATIVE=off` does without it; with `detour` the extension
+passes on what `tilewise.sdpa` leaves to PyTorch, and nothing else.
 
     library.py   built once per machine and release of PyTorch, in the background; trusted only as the cache vouches for
     calls.cpp    calls of `tilewise.attention` and their backwards

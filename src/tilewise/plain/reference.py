@@ -70,7 +70,7 @@ def forward(
     """
     problem = problem.dropout_in_terms()
     if isinstance(problem.mask, Cached):
-        return forward_of_cache(forward, q, k, v, problem, operands)
+        return forward_of_cache(forward, q, k, v, problem, operands, results)
     if isinstance(problem.mask, Packed):
         return forward_by_sequence(forward, q, k, v, problem, config, operands, results)
     apart = isinstance(problem.mask, Documents) and all(term.elementwise for term in problem.scores)

@@ -1,40 +1,43 @@
-"""What becomes of a call under a rule of `tilewise.sdpa`: decided once per signature, and remembered.
+"""How a call under a rule of `tilewise.sdpa` is handled: decided once per key, and remembered.
 
-Invariant: both "left" and "taken" compute the right values for *any* call. What a call remembers of an earlier one is
-only which of the two is wanted. Its key holds all of PyTorch's switches, for they are the caller's wishes, and may
-leave out of the tensors what a repeated decision would look at again anyway.
+A rule keeps, by the key of a request (call/memory.py) and PyTorch's switches, whether such calls are taken, left to
+PyTorch or a fallback. A call that is taken is the request that `tilewise.attention` would make of it, with the same
+Call. Invariant: both "left" and "taken" compute the right values for *any* call; what is remembered of an earlier one
+is only which of the two is wanted.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from importlib import import_module
 from itertools import compress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from ... import op, repeated
-from ...api import attention, left_to_torch, only_torch_defines, torch_mask, without_repeats
+from ...call import memory, native
+from ...call.execute import attend, execute
+from ...call.resolve import reduced, resolve
 from ...errors import InvalidInput, UnsupportedProblem
 from ...hook import dispatcher
+from ...masks import Mask
 from ...memo import Memo, on_invalidate
-from ...op import Options
-from ...operands import NO_OPERANDS, address
+from ...operands import address
 from ...plan import AUTO, plan
-from ...problem import describe, mask_operands, memory_order
 from ...target import Target
+from ...torch_function import left_to_torch, only_torch_defines, request_of, torch_mask, without_repeats
 from ...torch_kernels import gates
+from ...torch_seam.switches import has_tangent
 from .report import record
 
 if TYPE_CHECKING:
     import ctypes
     from collections.abc import Callable
 
+    from ...call.build import Call
+    from ...call.request import Request
     from ...hook import Arguments
     from ...native.library import Library
-    from ...op import Call
     from ...problem import Problem
     from .report import Outcome, Record
 
@@ -48,25 +51,26 @@ class FallbackWarning(UserWarning):
     """A call went to PyTorch because tilewise could not plan it."""
 
 
-# How a call is recognised: a test of its tensors; PyTorch's switches; whether gradients were enabled (None = no
-# matter); dropout_p, is_causal, scale and enable_gqa as they were. Then what becomes of it: the line that counts it,
-# and the options it is taken with. A bare tuple, because that unpacks fastest.
-_Seen = tuple[
-    "Callable[..., bool]", "_Switches", "bool | None", float, bool, "float | None", bool, "Record", "Options | None"
-]
+# A recent call: a guard of its tensors; PyTorch's switches; whether gradients were enabled (None = no matter);
+# dropout_p, is_causal, scale and enable_gqa as they were. Then how such calls are handled: the line that counts them,
+# and whether they are taken. A bare tuple, because that unpacks fastest.
+_Seen = tuple["Callable[..., bool]", "_Switches", "bool | None", float, bool, "float | None", bool, "Record", bool]
 
 
 class Decision(NamedTuple):
-    """What becomes of calls of one signature. `options` are set for those that are taken."""
+    """How calls with one key are handled."""
 
     record: Record
-    options: Options | None = None
     problem: Problem | None = None
     memoise: bool = True
 
+    @property
+    def taken(self) -> bool:
+        return self.record.outcome == "taken"
+
     def quiet(self, rule: Decider) -> bool:
         """PyTorch's kernel is called, and nothing is reported."""
-        return self.options is None and (self.record.outcome == "left" or rule.on_fallback == "silent")
+        return not self.taken and (self.record.outcome == "left" or rule.on_fallback == "silent")
 
 
 class Decider:
@@ -74,9 +78,7 @@ class Decider:
 
     def __init__(self, when: Callable[[Problem], object] | None, on_fallback: OnFallback, backend: str) -> None:
         self.when, self.on_fallback, self.backend = when, on_fallback, backend
-        # A condition, or a backend that may refuse, looks at the whole Problem: what is remembered must hold it all.
-        self.exact = when is not None or backend != AUTO
-        # By signature; the flag is the decision's `quiet`.
+        # By key; the flag is the decision's `quiet`.
         self.memo: Memo[tuple[Decision, bool, _Seen | None]] = Memo(_MEMO_KEPT)
         self.recent: tuple[_Seen, ...] = ()  # the latest of these without a mask, and with one
         self.recent_masked: tuple[_Seen, ...] = ()
@@ -102,7 +104,7 @@ class Decider:
             tensors = (query, key, value, attn_mask)
             recent = self.recent_masked
         switches = _switches() if recent else None
-        for same, then, grad, dropout, causal, factor, gqa, counted, options in recent:
+        for same, then, grad, dropout, causal, factor, gqa, counted, taken in recent:
             if (
                 switches == then
                 and (grad is None or torch.is_grad_enabled() is grad)
@@ -111,21 +113,21 @@ class Decider:
                 and dropout_p == dropout
                 and enable_gqa is gqa
                 and same(*tensors)
-                and (options is None or not _transform_says_no(query, key, value))
+                and (not taken or not _transform_says_no(query, key, value))
             ):
                 counted.calls += 1
                 break
         else:
-            options, counted = _settle(self, (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
-        if options is None:
-            return None
-        return _take((query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa), options, counted)
+            counted, taken = _decide_and_record(
+                self, (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            )
+        return _take(self, (query, key, value, attn_mask, dropout_p, is_causal, scale), counted) if taken else None
 
 
-def _settle(rule: Decider, arguments: Arguments) -> tuple[Options | None, Record]:
+def _decide_and_record(rule: Decider, arguments: Arguments) -> tuple[Record, bool]:
     """The decision for a call, counted, announced where asked for, and remembered where it may be.
 
-    Returns what it is taken with, or None for PyTorch's kernel, and the line that counts it.
+    Returns the line that counts it, and whether it is taken.
     """
     switches = _switches()
     signature = _signature(rule, arguments, switches)
@@ -141,8 +143,8 @@ def _settle(rule: Decider, arguments: Arguments) -> tuple[Options | None, Record
         if decision.memoise and signature is not None:
             rule.memo.put(signature, (decision, quiet, None), generation)
     compiled = dispatcher.compiled
-    if decision.memoise and signature is not None and (decision.options is not None or (quiet and compiled is None)):
-        latest = _bring_forward(rule, decision, seen, arguments, switches)
+    if decision.memoise and signature is not None and (decision.taken or (quiet and compiled is None)):
+        latest = _promote_recent(rule, decision, seen, arguments, switches)
         if latest is not seen:
             rule.memo.put(signature, (decision, quiet, latest), generation)
     decision.record.calls += 1
@@ -152,7 +154,7 @@ def _settle(rule: Decider, arguments: Arguments) -> tuple[Options | None, Record
     lasting = decision.memoise or decision.record.outcome == "left"
     if compiled is not None and signature is not None and lasting and decision.quiet(rule):
         compiled.remember(_counter(compiled, decision.record))
-    return decision.options, decision.record
+    return decision.record, decision.taken
 
 
 def _counter(compiled: Library, counted: Record) -> ctypes.c_int64:
@@ -171,36 +173,38 @@ def _forget_recent() -> None:
         rule.recent = rule.recent_masked = ()
 
 
+def _request(rule: Decider, arguments: tuple[Any, ...]) -> Request:
+    """What a call asks if it is taken."""
+    query, key, value, attn_mask, dropout_p, is_causal, scale = arguments[:7]
+    mask = torch_mask(without_repeats(attn_mask), is_causal)
+    return request_of(query, key, value, mask, dropout_p, scale, rule.backend)
+
+
 def _signature(rule: Decider, arguments: Arguments, switches: _Switches) -> Any:
     """What a decision is remembered by; None for subclasses, of which there is more to know, and without strides."""
-    query, key, value, attn_mask, *others = arguments
+    query, key, value, attn_mask, _, is_causal, _, enable_gqa = arguments
     if not _are_plain(query, key, value) or _not_strided(query, key, value, attn_mask):
         return None
-    grad = torch.is_grad_enabled()
-    lazy = _is_lazy(query) or _is_lazy(key) or _is_lazy(value)
-    tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-    kinds = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
-    signature: tuple[Any, ...] = (kinds, query.requires_grad and grad, lazy, switches, *others)
-    if attn_mask is not None:
-        signature += (attn_mask.requires_grad and grad, type(attn_mask), _is_lazy(attn_mask))
-    if not rule.exact:
-        return signature
-    seen = tuple((tensor.stride(), tensor.storage_offset(), tensor.requires_grad) for tensor in tensors[:3])
-    return (*signature, grad, seen)
+    if attn_mask is not None and not (_are_plain(attn_mask) or isinstance(torch_mask(attn_mask, False), Mask)):
+        return None
+    request = _request(rule, arguments)
+    given = () if attn_mask is None else (is_causal, _is_lazy(attn_mask))
+    needs_grad = tuple(tensor.requires_grad for tensor in (query, key, value)) if torch.is_grad_enabled() else None
+    return memory.key_of(request, memory.needed_grads(request)), needs_grad, switches, enable_gqa, given
 
 
-def _bring_forward(
+def _promote_recent(
     rule: Decider, decision: Decision, seen: _Seen | None, arguments: Arguments, switches: _Switches
 ) -> _Seen | None:
     """Let the next call be compared with this one first. Returns `seen`, or what is to be kept in its place."""
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = arguments
-    if query is key or key is value:  # which a guard takes for a change
+    if query is key or key is value or value is query:  # which a guard takes for a change
         return seen
     tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     grad = torch.is_grad_enabled() if any(tensor.requires_grad for tensor in tensors) else None
     if seen is None or (seen[0] is not _never and not (seen[2] is grad and seen[0](*tensors))):
-        same = _same_tensors(rule, tensors)
-        seen = (same, switches, grad, dropout_p, is_causal, scale, enable_gqa, decision.record, decision.options)
+        same = _same_tensors(tensors)
+        seen = (same, switches, grad, dropout_p, is_causal, scale, enable_gqa, decision.record, decision.taken)
     if seen[0] is not _never:
         latest = rule.recent if attn_mask is None else rule.recent_masked
         latest = (seen, *(other for other in latest if other is not seen))[:_RECENT_KEPT]
@@ -211,39 +215,18 @@ def _bring_forward(
     return seen
 
 
-def _same_tensors(rule: Decider, tensors: tuple[Any, ...]) -> Callable[..., bool]:
-    """A test that calls pass whose tensors have this signature; others may fail it, and are then looked up by theirs.
-
-    The guard of compiled graphs compares types, dtypes, devices, shapes, strides and requires_grad in one call into
-    C++; reading these attributes here would take a dozen. What else a signature holds of the tensors has to be as it
-    nearly always is: aligned memory.
-    """
-    exact = rule.exact
-    if _TensorGuards is None or not _are_plain(*tensors):
+def _same_tensors(tensors: tuple[Any, ...]) -> Callable[..., bool]:
+    """The memory's guard of these tensors, with the alignment that they nearly always have. Tensors that it does not
+    let pass are looked up by their key."""
+    if not memory.GUARDS_HOLD or not _are_plain(*tensors):
         return _never
-    strides = None if exact else [[None] * tensor.ndim for tensor in tensors]  # None = any
-    guard: Callable[..., bool] = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=strides).check
+    guard = memory.guard_of(*tensors)
 
-    def guard_and_alignment(query: Tensor, key: Tensor, value: Tensor, *mask: Tensor) -> bool:
-        # The guard first: it tells tensors that have no address.
+    def same(query: Tensor, key: Tensor, value: Tensor, *mask: Tensor) -> bool:
+        # The guard first: it knows tensors that have no address.
         return guard(query, key, value, *mask) and (address(query) | address(key) | address(value)) & 15 == 0
 
-    same = guard_and_alignment if exact else guard
     return same if same(*tensors) else _never
-
-
-def _tensor_guards() -> Any:
-    """The guards' class, which is private to PyTorch; None where it is not, or is not as known here."""
-    try:
-        guards = import_module("torch._C._dynamo.guards").TensorGuards
-        one, two = torch.empty(1), torch.empty(2)
-        same = guards(one, dynamic_dims_sizes=None, dynamic_dims_strides=[[None]]).check
-        return guards if same(one) and not same(two) else None
-    except Exception:
-        return None
-
-
-_TensorGuards = _tensor_guards()
 
 
 def _never(*tensors: Tensor) -> bool:
@@ -254,7 +237,7 @@ def _transform_says_no(query: Tensor, key: Tensor, value: Tensor) -> tuple[Outco
     """What is at work on these tensors, none of which a memo key holds, that keeps us from taking any call."""
     if torch._C._are_functorch_transforms_active():
         return "fallback", "a functorch transform (vmap, grad, jvp) is at work, and PyTorch has rules for it"
-    if op.has_tangent(query, key, value):
+    if has_tangent(query, key, value):
         return "fallback", "forward-mode AD is at work, and PyTorch has rules for it"
     return None
 
@@ -331,32 +314,30 @@ def _decide(rule: Decider, arguments: Arguments) -> Decision:
         traced = not _are_plain(query)
         if traced and dropout_p:
             return _leave(arguments, "in a compiled graph dropout is PyTorch's alone")
-        options = Options(_mask_text(attn_mask, is_causal), scale, backend=rule.backend)
-        if traced and _is_symbolic(query, key, value) and not rule.exact:
-            return _planned_later(arguments, options)
-        return _planned(rule, arguments, options)
+        if traced and _is_symbolic(query, key, value) and rule.when is None and rule.backend == AUTO:
+            return _planned_later(arguments)
+        return _planned(rule, arguments, traced=traced)
     except InvalidInput as error:  # PyTorch words it in its own way, and a later call may differ where no key looks
         return _fallback(arguments, f"{error.argument}: {error.got}, expected {error.expected}", memoise=False)
 
 
-def _planned_later(arguments: Arguments, options: Options) -> Decision:
+def _planned_later(arguments: Arguments) -> Decision:
     because = "lengths are symbolic here, so the graph plans when it runs"
-    return Decision(record(_describe_shapes(arguments), "taken", because), options)
+    return Decision(record(_describe_shapes(arguments), "taken", because))
 
 
-def _planned(rule: Decider, arguments: Arguments, options: Options) -> Decision:
+def _planned(rule: Decider, arguments: Arguments, *, traced: bool) -> Decision:
     """Ask the rule's condition, then the planner, and compare with what PyTorch would do by itself."""
-    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in arguments[:3])
-    _, _, _, attn_mask, dropout_p, is_causal, scale, _ = arguments
-    mask = torch_mask(without_repeats(attn_mask), is_causal)
     try:
-        query, key, value = map(_with_plain_sizes, _four_dims(*arguments[:3]))
-        mask = _with_plain_sizes(mask) if isinstance(mask, Tensor) else mask
+        query, *others = (_with_plain_sizes(one) if isinstance(one, Tensor) else one for one in arguments)
+        assert isinstance(query, Tensor)
     except _UnknownSize:
         if rule.when is None:
-            return _planned_later(arguments, options)
+            return _planned_later(arguments)
         return _fallback(arguments, "`when` asks for a length of which nothing is known before the graph runs")
-    problem = describe(query, key, value, mask=mask, scale=scale, dropout=dropout_p).with_(needs_grad=needs_grad)
+    request = reduced(_request(rule, (query, *others)))
+    resolved = resolve(request)
+    problem = resolved.problem()
     target = Target.of(query.device)
     if rule.when is not None and not rule.when(problem):
         return Decision(record(str(problem), "left", "the rule's `when` is false for it"), problem=problem)
@@ -373,7 +354,9 @@ def _planned(rule: Decider, arguments: Arguments, options: Options) -> Decision:
     if rule.backend == AUTO and chosen.backend == _torch_would_run(problem, target, arguments[0].ndim):
         because = f"the plan is {chosen.backend}, PyTorch's own choice"
         return Decision(record(str(problem), "left", because), problem=problem)
-    return Decision(record(str(problem), "taken", f"{chosen.backend}: {chosen.because}"), options, problem=problem)
+    if not traced and not problem.dropout:  # planned as it will run
+        memory.made(request, problem, resolved.q, resolved.k, resolved.v, resolved.operands)
+    return Decision(record(str(problem), "taken", f"{chosen.backend}: {chosen.because}"), problem=problem)
 
 
 def _torch_would_run(problem: Problem, target: Target, ndim: int) -> str:
@@ -383,32 +366,21 @@ def _torch_would_run(problem: Problem, target: Target, ndim: int) -> str:
     return gates.default_choice(problem, target)
 
 
-def _take(arguments: Arguments, options: Options, counted: Record) -> Tensor:
-    _, _, _, attn_mask, dropout_p, is_causal, scale, _ = arguments
-    query, key, value = _four_dims(*arguments[:3])
-    if dropout_p:
-        mask = torch_mask(without_repeats(attn_mask), is_causal)
-        out = attention(query, key, value, mask=mask, scale=scale, dropout=dropout_p, backend=options.backend)
-    else:
-        options = options._replace(layout=memory_order(arguments[0], "bhsd"))
-        mask = None if options.mask else without_repeats(attn_mask)
-        operands = mask_operands(mask) if mask is not None else NO_OPERANDS
-        call = op.recall(query, key, value, operands, options)
-        if call is not None:
-            if attn_mask is None and call.plan is not None and (compiled := dispatcher.compiled) is not None:
-                _let_it_be_made(compiled, call, arguments, counted)
-            out = op.execute(call, query, key, value, operands)[0]
-        else:
-            out = op.run(query, key, value, operands, options)[0]
-    return out[0] if arguments[0].ndim == 3 else out
+def _take(rule: Decider, arguments: tuple[Any, ...], counted: Record) -> Tensor:
+    request = _request(rule, arguments)
+    call = memory.find(request)
+    if call is None:
+        return attend(request).out
+    if call.plan is not None and arguments[3] is None and (compiled := dispatcher.compiled) is not None:
+        _cache_in_extension(compiled, call, request, counted)
+    return execute(call, request).out
 
 
-def _let_it_be_made(compiled: Library, call: Call, arguments: Arguments, counted: Record) -> None:
+def _cache_in_extension(compiled: Library, call: Call, request: Request, counted: Record) -> None:
     """Calls that look like the present one are made by the extension from now on, if it can make them."""
-    tensors = _four_dims(*arguments[:3])
-    if any(address(tensor) % 16 for tensor in tensors):  # it knows these by whether they are aligned, not by how
-        return
-    found = repeated.handle(call, "bsd" if arguments[0].ndim == 3 else "bhsd", *tensors)
+    if any(address(tensor) % 16 for tensor in (request.q, request.k, request.v)):
+        return  # it knows these by whether they are aligned, not by how
+    found = None if request.options.dropout else native.handle(call, request)
     if found is not None:
         compiled.take(found, _counter(compiled, counted))
 
@@ -428,7 +400,9 @@ def announce(rule: Decider, decision: Decision) -> None:
     message = f"scaled_dot_product_attention of {problem} goes to PyTorch: {because}"
     if rule.on_fallback == "error":
         raise UnsupportedProblem(
-            f"{message}.", decision.problem, remedy="mend what the reason names, or pass on_fallback='warn' or 'silent'"
+            f"{message}.",
+            decision.problem,
+            remedy="change what the reason names, or pass on_fallback='warn' or 'silent'",
         )
     warnings.warn(message, FallbackWarning, stacklevel=5)
 
@@ -504,18 +478,6 @@ def _declared(shapes: Any) -> set[Any]:
             if constraint is not None and not constraint.warn_only and not isinstance(size, int):
                 found |= size.node.expr.free_symbols
     return found
-
-
-def _four_dims(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(batch, seq, dim) becomes (1, batch, seq, dim): the batch takes the place of the heads, which masks fit."""
-    if query.ndim == 3:
-        return query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
-    return query, key, value
-
-
-def _mask_text(attn_mask: Tensor | None, is_causal: bool) -> str:
-    mask = torch_mask(attn_mask, is_causal)
-    return "" if isinstance(mask, Tensor) else str(mask)
 
 
 def _describe_shapes(arguments: Arguments) -> str:

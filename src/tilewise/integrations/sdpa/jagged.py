@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ...api import attention_packed, autocast_inputs
+from ...api import attention_packed
 from ...errors import InvalidInput, TilewiseError, UnsupportedProblem
 from ...masks import Causal, Full, Packed
 from ...plan import AUTO, plan
 from ...problem import describe
 from ...target import Target
+from ...torch_seam.switches import autocast_inputs
 from .decision import Decision, announce, caller_says_no
 from .report import record
 

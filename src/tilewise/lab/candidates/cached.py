@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ...cached import attention_cached
+from ...api import attention_cached
 from ...masks import Documents, Full
 from ...scores import Softcap
 from ...terms import KeyLengths

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...api import torch_mask
 from ...errors import InvalidInput
 from ...masks import Dense
 from ...operands import NO_OPERANDS, Operand, Operands
 from ...problem import Problem, describe, mask_operands
+from ...torch_function import torch_mask
 from .patterns import NORMAL, Pattern
 
 Tensor = torch.Tensor

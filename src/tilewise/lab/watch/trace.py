@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ... import hook
-from ...api import observed_packed, torch_mask
+from ...api import observed_packed
 from ...engine.lengths import Lengths, told
 from ...errors import InvalidInput, TilewiseError, UnsupportedProblem
 from ...masks import Packed, parse
@@ -34,6 +34,7 @@ from ...plan import plan
 from ...problem import Problem, describe
 from ...sequences import offsets_of
 from ...target import Target
+from ...torch_function import torch_mask
 from ...torch_kernels.gates import CUDNN, EFFICIENT, FLASH, MATH
 from ..candidates import override
 
