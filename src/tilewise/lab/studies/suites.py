@@ -506,7 +506,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 # Other libraries beside the candidates of a suite. A row that only our own candidates answer stays as it is.
 PEERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys((*_WITH_FLASH, "drawn", "small"), (FA3, FA4)),
-    "packed": (FA3, FA4, FLASHINFER, FLEX),
     "models": (FA3, FA4, FLASHINFER),
     "variants": (FA4,),
     "decode": (FA3, FLASHINFER),
