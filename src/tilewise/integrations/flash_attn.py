@@ -33,7 +33,7 @@ from ..api import attention, attention_packed, drawn_seed
 from ..cached import attention_appended, attention_cached
 from ..errors import InvalidInput, UnsupportedProblem
 from ..masks import UNLIMITED, Causal, Full, Window, as_int32
-from ..op import deterministic_algorithms
+from ..op import deterministic_algorithms, without_autocast
 from ..plain import reference
 from ..problem import describe, heads_first, shown, with_named_terms
 from ..terms import Dropout
@@ -513,7 +513,8 @@ def _dropped_weights(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, sequence: int
     problem = describe(q, k, v, scores=scores, operands=operands, **asked)
     if sequence:  # its heads come behind those of the sequences before it
         operands["seed"] = torch.cat((operands["seed"], operands["seed"].new_tensor([sequence * problem.heads_q])))
-    return reference.signed_weights(q, k, lse, problem, operands)
+    with without_autocast():
+        return reference.signed_weights(q, k, lse, problem, operands)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
