@@ -499,7 +499,12 @@ def _appended(given: _ToAppend, interleaved: bool, apart: bool) -> tuple[Tensor,
             q = _rotated(q, cos, sin, lengths.long()[:, None] + steps, interleaved)
         _write(k_cache, k, places, capacity, rows, page_table)
         _write(v_cache, v, places, capacity, rows, page_table)
-        return q, (lengths + k.shape[1]).clamp(max=capacity)
+        return q, _after(lengths, k.shape[1], capacity)
+
+
+def _after(lengths: Tensor, new: int, capacity: int) -> Tensor:
+    """The places taken with `new` more, as far as there are so many; the sum of the largest int32 would be negative."""
+    return (lengths.clamp(max=capacity) + new).clamp(max=capacity)
 
 
 def attention_appended(
@@ -536,7 +541,7 @@ def attention_appended(
     call = _prepared(q, k_cache, v_cache, given, asked, alibi, None, None)
     _check_append(to_append, apart)
     if _are_read(q):
-        after = (lengths + k.shape[1]).clamp(max=call.problem.seq_kv)
+        after = _after(lengths, k.shape[1], call.problem.seq_kv)
         _check_values(call.problem, {**call.operands, "cache_lengths": after})
     rotated, after = _appended(to_append, interleaved, apart)
     if _facts(rotated) == _facts(q) and _facts(after) == _facts(lengths):  # what was bound for these serves those
@@ -552,10 +557,10 @@ def _check_rotation(cos: Tensor | None, sin: Tensor | None, q: Tensor, capacity:
     for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
         if not isinstance(table, Tensor):
             raise InvalidInput(name, "None" if table is None else shown(table), "a table beside the other", "pass both")
-        if not table.is_floating_point() or table.device != q.device:
-            raise InvalidInput(
-                name, f"{table.dtype} on {table.device}", f"floating numbers on {q.device}, the device of q", "cast it"
-            )
+        if not table.is_floating_point() or table.device != q.device or table.layout is not torch.strided:
+            got = f"a {table.layout} tensor of {table.dtype} on {table.device}"
+            expected = f"a strided tensor of floating numbers on {q.device}, the device of q"
+            raise InvalidInput(name, got, expected, "cast it")
     assert cos is not None
     assert sin is not None
     if cos.shape != sin.shape or cos.ndim != 2 or 2 * cos.shape[1] > q.shape[-1] or cos.shape[0] < max(1, capacity):
@@ -741,6 +746,8 @@ def _write(
     Without a look at the device: a row that has no place, or whose page does not exist, stands for the first of its
     sequence that has one, which is written again; and where none has, what is there is written back.
     """
+    if capacity == 0 or new.shape[1] == 0:
+        return
     batches, places, exists = _targets(cache, places, capacity, rows, block_table)
     numbers = torch.arange(new.shape[1], device=new.device)
     chosen = torch.where(exists, numbers, exists.int().argmax(1, keepdim=True))

@@ -281,6 +281,8 @@ _THEIR_NAMES = {
     "page_table": "block_table",
     "rows": "cache_batch_idx",
     "starts": "cache_leftpad",
+    "alibi": "alibi_slopes",
+    "scale": "softmax_scale",
 }
 
 
@@ -435,8 +437,11 @@ def flash_attn_with_kvcache(
 
 
 def _lengths(given: int | Tensor | None, batch: int, device: torch.device) -> Tensor | None:
-    if given is None or isinstance(given, Tensor):
-        return _int32("cache_seqlens", given)
+    if given is None:
+        return None
+    if isinstance(given, Tensor):  # one beyond all caches leaves room for the new keys that are added to it
+        lengths = _int32("cache_seqlens", given)
+        return lengths if lengths is None or given.dtype == torch.int32 else lengths.clamp(max=UNLIMITED)
     try:
         length = given if type(given) is int else index(given)
     except TypeError:
@@ -468,6 +473,9 @@ def _check_new(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor
                 f"{expected} in {cache.dtype}, as the cache has its heads",
                 "reshape or cast it",
             )
+        if new.device != cache.device or new.layout is not torch.strided:
+            got = f"a {new.layout} tensor on {new.device}"
+            raise InvalidInput(name, got, f"a strided tensor on {cache.device}, as the cache is", "move or convert it")
 
 
 def _run(
