@@ -62,11 +62,13 @@ def test_a_record_that_is_nested_too_deep_is_refused(tmp_path: Path, command: st
     assert "record: got" in result.output
 
 
-@pytest.mark.parametrize("more", [(), ("--json",)], ids=str)
-def test_output_that_has_no_room_is_an_error_and_no_traceback(more: tuple[str, ...]) -> None:
-    command = [sys.executable, "-m", "tilewise", "explain", "--shape", "1,1,8,8", *more]
+@pytest.mark.parametrize(
+    "command", ["explain --shape 1,1,8,8", "explain --shape 1,1,8,8 --json", "--help", "--version", "diff --help"]
+)
+def test_output_that_has_no_room_is_an_error_and_no_traceback(command: str) -> None:
+    called = [sys.executable, "-m", "tilewise", *command.split()]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(called, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == USAGE
     assert done.stderr == "tilewise: the output cannot be written: No space left on device\n"
 
