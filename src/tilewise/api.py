@@ -21,7 +21,7 @@ from .errors import InvalidInput, UnknownArgument, UnsupportedProblem
 from .isolation import MIN_ROWS_OF_DOCUMENTS, check_where_asked, documents_are_sequences
 from .masks import Causal, Documents, Full, KeyLengths, Mask, Packed, PrefixLM, Window
 from .op import Options
-from .operands import CHECK, NO_OPERANDS, Operands
+from .operands import CHECK, NO_OPERANDS, Operands, address
 from .plan import AUTO, BACKENDS, Plan, check_backend, plan
 from .problem import (
     Layout,
@@ -296,7 +296,7 @@ _TIMES_UNTIL_KNOWN = 4  # planned, described to native code, and answered by it;
 
 def _zeros_like(tensor: Tensor) -> Tensor:
     """Zeros with the shape, the strides and the alignment of a tensor, in memory of their own."""
-    begin = tensor.data_ptr() % 16 // tensor.element_size()
+    begin = address(tensor) % 16 // tensor.element_size()
     last = (
         sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
         if tensor.numel()
