@@ -31,7 +31,7 @@ from .call.request import (
 )
 from .call.resolve import reduced, resolve
 from .errors import InvalidInput, UnknownArgument
-from .operands import NO_OPERANDS
+from .operands import NO_OPERANDS, address
 from .plan import AUTO, Plan, plan
 from .problem import Layout, Precision, Problem, as_number, check_layout
 from .target import Target
@@ -246,7 +246,7 @@ _TIMES_UNTIL_KNOWN = 4  # planned, described to native code, and answered by it;
 
 def _zeros_like(tensor: Tensor) -> Tensor:
     """Zeros with the shape, the strides and the alignment of a tensor, in memory of their own."""
-    begin = tensor.data_ptr() % 16 // tensor.element_size()
+    begin = address(tensor) % 16 // tensor.element_size()
     last = (
         sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
         if tensor.numel()

@@ -15,7 +15,7 @@ from .engine import append as appending
 from .engine.run import load
 from .errors import CompileError, InvalidInput
 from .memo import Memo
-from .operands import are_checked
+from .operands import address, are_checked
 from .problem import shown
 from .sequences import are_read, check_values, places_of_a_sequence
 from .target import Target
@@ -94,7 +94,12 @@ def appended(given: _ToAppend, interleaved: bool, apart: bool) -> tuple[Tensor, 
             q = _rotated(q, cos, sin, lengths.long()[:, None] + steps, interleaved)
         _write(k_cache, k, places, capacity, rows, page_table)
         _write(v_cache, v, places, capacity, rows, page_table)
-        return q, (lengths + k.shape[1]).clamp(max=capacity)
+        return q, _after(lengths, k.shape[1], capacity)
+
+
+def _after(lengths: Tensor, new: int, capacity: int) -> Tensor:
+    """The places taken with `new` more, as far as there are so many; the sum of the largest int32 would be negative."""
+    return (lengths.clamp(max=capacity) + new).clamp(max=capacity)
 
 
 def attention_appended(
@@ -130,7 +135,7 @@ def attention_appended(
         call = None if torch.compiler.is_compiling() else call_of(request)
         check_append(to_append, apart)
         if call is not None and are_read(q):
-            after = (lengths + k.shape[1]).clamp(max=call.problem.seq_kv)
+            after = _after(lengths, k.shape[1], call.problem.seq_kv)
             check_values(call.problem, {**operands_of(request), "cache_lengths": after})
         rotated, after = appended(to_append, interleaved, apart)
         again = request._replace(q=rotated, extras={**request.extras, "lengths": after})
@@ -146,10 +151,10 @@ def _check_rotation(cos: Tensor | None, sin: Tensor | None, q: Tensor, capacity:
     for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
         if not isinstance(table, Tensor):
             raise InvalidInput(name, "None" if table is None else shown(table), "a table beside the other", "pass both")
-        if not table.is_floating_point() or table.device != q.device:
-            raise InvalidInput(
-                name, f"{table.dtype} on {table.device}", f"floating numbers on {q.device}, the device of q", "cast it"
-            )
+        if not table.is_floating_point() or table.device != q.device or table.layout is not torch.strided:
+            got = f"a {table.layout} tensor of {table.dtype} on {table.device}"
+            expected = f"a strided tensor of floating numbers on {q.device}, the device of q"
+            raise InvalidInput(name, got, expected, "cast it")
     assert cos is not None
     assert sin is not None
     if cos.shape != sin.shape or cos.ndim != 2 or 2 * cos.shape[1] > q.shape[-1] or cos.shape[0] < max(1, capacity):
@@ -206,6 +211,7 @@ def bound_append(
     tables = [tensor for tensor in given[5:7] if tensor is not None]
     matrices = [q, k, v, k_cache, v_cache, *tables]
     fits = all(tensor.dtype == q.dtype and tensor.stride(-1) == 1 for tensor in matrices)
+    fits = fits and not any(tensor._is_zerotensor() or tensor.is_neg() for tensor in matrices)
     fits = fits and all(tensor.is_contiguous() for tensor in tables) and 0 not in (*k.shape, *k_cache.shape)
     if not fits or not target.has_jit or target.capability < appending.MIN_CAPABILITY:
         return None
@@ -334,6 +340,8 @@ def _write(
     Without a look at the device: a row that has no place, or whose page does not exist, stands for the first of its
     sequence that has one, which is written again; and where none has, what is there is written back.
     """
+    if capacity == 0 or new.shape[1] == 0:
+        return
     batches, places, exists = _targets(cache, places, capacity, rows, block_table)
     numbers = torch.arange(new.shape[1], device=new.device)
     chosen = torch.where(exists, numbers, exists.int().argmax(1, keepdim=True))
@@ -346,4 +354,5 @@ def _write(
 def facts(tensor: Tensor | None) -> Any:
     if not isinstance(tensor, Tensor):
         return tensor
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() & 15
+    at = address(tensor)
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, at & 15 if at else -1, tensor.is_neg()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import native as extension
+from ..errors import UnsupportedProblem
 from ..operands import NO_OPERANDS, Operands
 from ..plan import BACKENDS, plan
 from ..problem import check_tensors
@@ -151,6 +152,12 @@ def _by_state(request: Request, resolved: Resolved, results: Reported) -> tuple[
         resolved = resolved.with_dropout_term(drawn_seed(resolved.q.device))
     q, k, v, operands = resolved.q, resolved.k, resolved.v, resolved.operands
     if is_transformed(q, k, v, *operands.values()):
+        if not resolved.differentiable:
+            raise UnsupportedProblem(
+                "attention_cached in a transform of torch.func or under forward-mode AD: it has no derivatives, and "
+                "takes its batch as one.",
+                remedy="call it outside of the transform, or tilewise.attention",
+            )
         return _outside(resolved, *_planned(resolved), results)
     if not is_plain(q, k, v) or not are_ordinary(operands.values()):
         check_tensors(q, k, v)

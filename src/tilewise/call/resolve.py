@@ -197,6 +197,11 @@ def _resolved(
     scores, operands = terms
     scores = with_max_logit(scores, options.return_max_logit)
     extras = {name: tensor for name, tensor in request.extras.items() if name not in ("alibi", "keep", "sink")}
+    for name, tensor in extras.items():
+        if not isinstance(tensor, Tensor):
+            raise InvalidInput(name, shown(tensor), "a torch.Tensor", "convert it with torch.as_tensor")
+        if tensor.is_nested:
+            raise InvalidInput(name, "a nested tensor", "a strided tensor", "pad it")
     if extras:
         own = operands_of(request._replace(extras=extras, operands=NO_OPERANDS))
         operands = {**own, **operands}
@@ -208,7 +213,11 @@ def _resolved(
 def _check_operands_type(operands: object) -> None:
     if operands is NO_OPERANDS:
         return
-    if isinstance(operands, dict) and all(isinstance(tensor, Tensor) for tensor in operands.values()):
+    if isinstance(operands, dict) and all(isinstance(name, str) for name in operands):
+        for name, tensor in operands.items():
+            if not isinstance(tensor, Tensor):
+                remedy = "convert it with torch.as_tensor"
+                raise InvalidInput(f"operands[{name!r}]", shown(tensor), "a torch.Tensor", remedy)
         return
     raise InvalidInput(
         "operands", shown(operands), "a dictionary of tensors by name", "write operands={'name': tensor}"
@@ -266,6 +275,8 @@ def _check_packed(request: Request) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise InvalidInput(name, type(tensor).__name__, "a torch.Tensor", "convert it with torch.as_tensor")
+        if tensor.is_nested:
+            raise InvalidInput(name, "a nested tensor", "a strided tensor", "pass its values and its offsets")
     for name in ("q", "k", "v"):
         if tensors[name].ndim != 3:
             shape = tuple(tensors[name].shape)

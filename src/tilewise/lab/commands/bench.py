@@ -59,7 +59,8 @@ def bench(
     if output.record is not None:
         refuse_ignored("with --record", *_OF_RUNS, "suite", "repeat", "save", "results")
         earlier = records.read(output.record)
-        _show_bench(earlier, plot, output)
+        with kept.shown(output.record):
+            _show_bench(earlier, plot, output)
         return
     run = replace(run, seed=seed)
     if host.SUITE in (suite or ()):

@@ -26,6 +26,7 @@ from ..candidates.names import (
     FA3,
     FA4,
     FLASHINFER,
+    FLEX,
     OURS,
     PACKED,
     PLAIN,
@@ -83,6 +84,7 @@ _CPU: dict[str, Any] = {"device": "cpu", "candidates": (OURS, TORCH_DEFAULT, "to
 _CUDA: dict[str, Any] = {"device": "cuda", "candidates": (OURS, TORCH_DEFAULT, "torch-cudnn", "torch-flash")}
 # PyTorch's own choice is left out where it can only be one of these two.
 _FEW: dict[str, Any] = {"device": "cuda", "candidates": (OURS, "torch-cudnn", "torch-flash")}
+_EVERY: dict[str, Any] = {"device": "cuda", "candidates": (*_CUDA["candidates"], "torch-efficient", FLEX)}
 _STEP: dict[str, Any] = {
     "device": "cuda",
     "candidates": (OURS, DETERMINISTIC, "torch-cudnn", "torch-flash"),
@@ -111,6 +113,11 @@ def _table(
         for mask in kinds
         for seq in lengths
     )
+
+
+def _both_ways(shape: tuple[int, int, int, int], mask: str, **fields: Any) -> tuple[Row, ...]:
+    """A layer's forward and its backward, by every library."""
+    return tuple(row(shape, _BF16, mask, **fields, **_EVERY, **way) for way in ({}, _BACKWARD))
 
 
 def _in_turn(*tables: tuple[Row, ...]) -> tuple[Row, ...]:
@@ -469,13 +476,14 @@ SUITES: dict[str, tuple[Row, ...]] = {
         for direction in ({"label": "forward"}, _BACKWARD)
     ),
     "sm80": _in_turn(_table(_LONG, **_SM80, label="forward"), _table(_LONG, **_SM80, **_BACKWARD)),
+    # Every library that there is on one row of each kind, so that those that other suites leave out are seen once.
     "models": (
-        row((1, 32, 8192, 128), _BF16, "causal", heads_kv=8, **_CUDA),
-        row((1, 24, 4608, 128), _BF16, **_CUDA),
-        row((64, 12, 197, 64), _BF16, **_CUDA),
-        row((1, 16, 8192, 256), _BF16, "window:1024,0", heads_kv=8, softcap=50.0, **_CUDA),
-        row((1, 128, 4096, 192), _BF16, "causal", head_dim_v=128, **_CUDA),
-        row((1, 32, 16, 128), _BF16, heads_kv=8, seq_kv=8192, **_CUDA),
+        *_both_ways((1, 32, 8192, 128), "causal", heads_kv=8),
+        *_both_ways((1, 24, 4608, 128), "full"),
+        *_both_ways((64, 12, 197, 64), "full"),
+        *_both_ways((1, 16, 8192, 256), "window:1024,0", heads_kv=8, softcap=50.0),
+        *_both_ways((1, 128, 4096, 192), "causal", head_dim_v=128),
+        row((1, 32, 16, 128), _BF16, heads_kv=8, seq_kv=8192, **_EVERY),
     ),
     # A few new tokens per sequence against what was said before, and many.
     "decode": _decoding(_DECODE_ROWS),
@@ -490,14 +498,15 @@ _FOR_KERNELS: dict[str, Any] = {"round_seconds": 0.015, "overhead": False, "more
 _WITH_FLASH = ("forward", "backward", "training", "grouped", "odd", "packed")
 SETTINGS: dict[str, dict[str, Any]] = {
     **dict.fromkeys((*_WITH_FLASH, "decode", "chunked"), _FOR_KERNELS),
-    "small": {"overhead": False},
-    "models": {"overhead": False},
+    "small": {"round_seconds": 0.02, "overhead": False, "more_seconds": 2.0},
+    "models": {"round_seconds": 0.02, "overhead": False, "more_seconds": 2.0},
     "drawn": {"round_seconds": 0.01, "overhead": False, "more_seconds": 0.5},
     "variants": {"round_seconds": 0.012, "overhead": False, "more_seconds": 0.5},
 }
 # Other libraries beside the candidates of a suite. A row that only our own candidates answer stays as it is.
 PEERS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys((*_WITH_FLASH, "drawn", "small", "models"), (FA3, FA4)),
+    **dict.fromkeys((*_WITH_FLASH, "drawn", "small"), (FA3, FA4)),
+    "models": (FA3, FA4, FLASHINFER),
     "variants": (FA4,),
     "decode": (FA3, FLASHINFER),
     "chunked": (FA3, FA4, FLASHINFER),
