@@ -142,10 +142,10 @@ def attention(
     if unknown:
         raise _unknown("attention", next(iter(unknown)))
     form = BHSD if layout == "bhsd" else _form(layout)
-    if not torch.compiler.is_compiling() and (answer := native.attend) is not None:
+    if not torch.compiler.is_compiling() and (answer := native.attend) is not None and operands is None:
         known: Tensor | tuple[Tensor, ...] | None = answer(
-            q, k, v, mask, scale, softcap, alibi, keep, sink, scores, operands, dropout, form, return_lse,
-            return_max_logit, backend, precision,
+            form, q, k, v, alibi, keep, sink, None, None, None, None, None, None, None, None, mask, scale, softcap,
+            scores, dropout, return_lse, return_max_logit, backend, precision, 0, 0, False,
         )  # fmt: skip
         if known is not None:
             return known
@@ -207,10 +207,10 @@ def attention_out_bshd(
 ) -> Tensor:
     """`attention` of q, k and v (batch, heads, seq, head_dim) with out (batch, seq, heads, head_dim), contiguous,
     whatever the memory order of q: it is written so, and not copied."""
-    if not torch.compiler.is_compiling() and (answer := native.attend) is not None:
+    if not torch.compiler.is_compiling() and (answer := native.attend) is not None and operands is None:
         known: Tensor | None = answer(
-            q, k, v, mask, scale, softcap, None, keep, sink, scores, operands, dropout, OUT_BSHD, False, False, AUTO,
-            "exact",
+            OUT_BSHD, q, k, v, None, keep, sink, None, None, None, None, None, None, None, None, mask, scale, softcap,
+            scores, dropout, False, False, AUTO, "exact", 0, 0, False,
         )  # fmt: skip
         if known is not None:
             return known
@@ -307,24 +307,15 @@ def attention_packed(
     if _packed_observers and not torch.compiler.is_compiling():
         for observer in _packed_observers:
             observer(q, k, v, cu_seqlens_q, cu_seqlens_k, mask)
-    max_q, max_k = _rounded("max_seqlen_q", max_seqlen_q), _rounded("max_seqlen_k", max_seqlen_k)
-    if (
-        not torch.compiler.is_compiling()
-        and (answer := native.attend_packed) is not None
-        and alibi is None
-        and keep is None
-        and sink is None
-        and seqused_k is None
-        and leftpad_k is None
-        and operands is None
-        and not (scores or dropout or return_max_logit)
-    ):
+    if not torch.compiler.is_compiling() and (answer := native.attend) is not None and operands is None:
         known: Tensor | tuple[Tensor, ...] | None = answer(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, mask, scale, softcap, max_q, max_k, PACKED, return_lse, backend,
-            precision,
+            PACKED, q, k, v, alibi, keep, sink, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, None, None, None,
+            None, mask, scale, softcap, scores, dropout, return_lse, return_max_logit, backend, precision, max_seqlen_q,
+            max_seqlen_k, False,
         )  # fmt: skip
         if known is not None:
             return known
+    max_q, max_k = _rounded("max_seqlen_q", max_seqlen_q), _rounded("max_seqlen_k", max_seqlen_k)
     mask, extras = with_tensors(
         mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, alibi=alibi, keep=keep, sink=sink,
         seqused_k=seqused_k, leftpad_k=leftpad_k,
@@ -417,6 +408,15 @@ def attention_cached(
     environment: then a call waits for the device, and raises for a length beyond the cache, or a page that does not
     exist. Without it they count as the nearest that do, and nothing outside the tensors is read.
     """
+    if not torch.compiler.is_compiling() and (answer := native.attend) is not None and operands is None:
+        form = CACHED if cu_seqlens_q is None else CACHED_PACKED
+        known: Tensor | tuple[Tensor, ...] | None = answer(
+            form, q, k, v, alibi, keep, sink, cu_seqlens_q, None, None, None, lengths, starts, rows, page_table, mask,
+            scale, softcap, scores, dropout, return_lse, return_max_logit, backend, precision, max_seqlen_q, 0,
+            batch_invariant,
+        )  # fmt: skip
+        if known is not None:
+            return known
     request = cached_request(
         q, k, v, lengths, page_table, starts, rows, cu_seqlens_q, max_seqlen_q, mask, scale, softcap, alibi, keep, sink,
         scores, operands, dropout, return_lse, return_max_logit, batch_invariant, backend, precision,

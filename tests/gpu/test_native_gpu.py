@@ -16,6 +16,7 @@ import torch.nn.functional as F
 import tilewise
 from support import assert_close, budget
 from tilewise import memo, native
+from tilewise.call.request import BHSD, SLOTS, Options
 from tilewise.integrations.sdpa import sdpa
 from tilewise.jit import build_all
 from tilewise.native import in_python, library
@@ -395,9 +396,7 @@ _given: list[torch.Tensor] = []  # for a forked child, which has it as it was
 
 def _in_child(queue):
     try:
-        known = native.attend(
-            *_given, None, None, 0.0, None, None, None, (), None, 0.0, "bhsd", False, False, "auto", "exact"
-        )
+        known = native.attend(BHSD, *_given, *(None for _ in SLOTS), *Options())
         queue.put("in Python" if known is None else "natively")
     except BaseException as error:
         queue.put(repr(error))

@@ -6,8 +6,10 @@ import ctypes
 import dataclasses
 import gc
 import os
+import re
 import threading
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +22,8 @@ from support import assert_close, budget, same_bits
 from tilewise import DeviceError, Target, api, memo, native
 from tilewise.call import build
 from tilewise.call import native as handing_over
-from tilewise.call.request import BHSD, OUT_BSHD, PACKED
+from tilewise.call.request import BHSD, BSHD, OUT_BSHD, PACKED, SLOTS, Options
+from tilewise.engine import recipe as recipes
 from tilewise.engine import run, tile_map
 from tilewise.integrations.sdpa import sdpa
 from tilewise.native import library
@@ -457,37 +460,30 @@ def test_what_watches_sees_the_operator(hopper):
 
     with Mode():
         tilewise.attention(*tensors, backend="reference")
-        assert native.attend(*tensors, *DEFAULTS) is None
+        assert answered(*tensors) is None
     torch.func.vmap(lambda q: check_unknown(q, *tensors[1:]))(torch.stack([tensors[0]] * 2))
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(tensors[0], tensors[0])
-        assert native.attend(dual, *tensors[1:], *DEFAULTS) is None
-    assert native.attend(tensors[0].as_subclass(Subclass), *tensors[1:], *DEFAULTS) is None
+        assert answered(dual, *tensors[1:]) is None
+    assert answered(tensors[0].as_subclass(Subclass), *tensors[1:]) is None
     lazy = torch.complex(tensors[0].float(), tensors[0].float()).conj().imag
-    assert native.attend(lazy, *tensors[1:], *DEFAULTS) is None
-    assert native.attend(tensors[0].to("meta"), *tensors[1:], *DEFAULTS) is None
-    assert native.attend(tensors[0].to_sparse(), *tensors[1:], *DEFAULTS) is None
+    assert answered(lazy, *tensors[1:]) is None
+    assert answered(tensors[0].to("meta"), *tensors[1:]) is None
+    assert answered(tensors[0].to_sparse(), *tensors[1:]) is None
     assert hopper.counts[0] == before
-    assert torch.equal(native.attend(*tensors, *defaults("sm90")), hopper.attention(*tensors))
+    assert torch.equal(answered(*tensors), hopper.attention(*tensors))
     with torch.autocast("cpu", dtype=torch.bfloat16):  # which casts nothing of ours
-        assert native.attend(*tensors, *defaults("sm90")) is not None
+        assert answered(*tensors) is not None
 
 
-def defaults(backend, **changes):
-    """The arguments of `attention` behind q, k and v."""
-    values = {
-        "mask": None, "scale": None, "softcap": 0.0, "alibi": None, "keep": None, "sink": None, "scores": (),
-        "operands": None, "dropout": 0.0, "layout": BHSD, "return_lse": False, "return_max_logit": False,
-        "backend": backend, "precision": "exact",
-    }  # fmt: skip
-    return tuple({**values, **changes}.values())
-
-
-DEFAULTS = defaults("sm90")
+def answered(q, k, v, form=BHSD, **changes):
+    """What native code answers where `attention` has these arguments; None where it does not know the call."""
+    options = Options(backend="sm90")._asdict() | {one: changes.pop(one) for one in Options._fields if one in changes}
+    return native.attend(form, q, k, v, *(changes.get(slot) for slot in SLOTS), *options.values())
 
 
 def check_unknown(q, k, v):
-    assert native.attend(q, k, v, *DEFAULTS) is None
+    assert answered(q, k, v) is None
     return q.sum()
 
 
@@ -495,17 +491,17 @@ def test_whatever_differs_is_another_call(hopper):
     tensors = inputs()
     warm(hopper)
     q, k, v = tensors
-    assert native.attend(q, k, v, *DEFAULTS) is not None
+    assert answered(q, k, v) is not None
     for name, change in call_changes.INPUTS.items():
-        assert native.attend(*change(q, k, v), *DEFAULTS) is None, name
-    for change in ({"mask": "causal"}, {"scale": 0.5}, {"softcap": 1.0}, {"return_lse": True}, {"layout": "bshd"}):
-        assert native.attend(q, k, v, *defaults("sm90", **change)) is None, change
+        assert answered(*change(q, k, v)) is None, name
+    for change in ({"mask": "causal"}, {"scale": 0.5}, {"softcap": 1.0}, {"return_lse": True}, {"form": BSHD}):
+        assert answered(q, k, v, **change) is None, change
     with torch.no_grad():
-        assert native.attend(q.clone().requires_grad_(), k, v, *DEFAULTS) is not None
+        assert answered(q.clone().requires_grad_(), k, v) is not None
     with switches.deterministic_algorithms():
-        assert native.attend(q, k, v, *DEFAULTS) is None
+        assert answered(q, k, v) is None
     memo.invalidate()
-    assert native.attend(q, k, v, *DEFAULTS) is None
+    assert answered(q, k, v) is None
     with pytest.raises(TypeError, match="attend wants"):
         native.attend(q, k, v)
 
@@ -747,13 +743,13 @@ def test_a_forked_child_goes_to_python(hopper):
     """Handles of CUDA do not outlive a fork, and locks may be held by threads that are not there."""
     warm(hopper)
     tensors = inputs()
-    assert native.attend(*tensors, *DEFAULTS) is not None
+    assert answered(*tensors) is not None
     child = os.fork()
     if child == 0:
-        os._exit(0 if native.attend(*tensors, *DEFAULTS) is None else 1)
+        os._exit(0 if answered(*tensors) is None else 1)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
-    assert native.attend(*tensors, *DEFAULTS) is not None
+    assert answered(*tensors) is not None
 
 
 def test_the_way_in_python_can_be_asked_for(hopper):
@@ -1171,3 +1167,130 @@ def test_a_graph_that_is_kept_gives_its_gradients_again_until_a_hook_lets_go_of_
         for one in got:
             assert all(map(torch.equal, one, want))
     assert hopper.counts[1] > 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Extra tensors of every form
+
+
+def test_slots_and_options_are_those_of_the_header():
+    """The enumerations of calls.h, and what Python hands over in their order."""
+    header = (Path(library.__file__).parent / "calls.h").read_text()
+
+    def names(enum: str) -> list[str]:
+        body = re.search(rf"enum {enum} {{(.*?)}}", header, re.DOTALL)[1]
+        return [name.strip().lower() for name in body.split(",")]
+
+    assert names("Slot") == [*SLOTS, "slots"]
+    assert names("Option") == [*Options._fields, "options"]
+    assert [*SLOTS.values()] == [*recipes.EXTRAS]
+    operands = names("Operand")
+    assert operands[:-2] == [*recipes.OPERANDS[: len(operands) - 2]]
+    assert recipes.OPERANDS[len(operands) - 2 :] == recipes.EXTRAS
+
+
+CACHES = {
+    "lengths": {},
+    "all of it": {"lengths": None},
+    "pages": {"page_table": torch.tensor([[3, 1], [0, 2]], dtype=torch.int32)},
+    "rows and starts": {
+        "rows": torch.tensor([1, 0], dtype=torch.int32), "starts": torch.tensor([0, 5], dtype=torch.int32)
+    },
+    "slopes and lse": {"alibi": torch.tensor([0.5, 0.25]), "return_lse": True},
+    "a sink": {"sink": torch.tensor([0.5, 0.25])},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_a_cached_call_is_native_at_its_third_time(hopper, name):
+    arguments = {"lengths": torch.tensor([20, 31], dtype=torch.int32), "backend": "sm90"} | CACHES[name]
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 1, 2, 64, generator=generator).bfloat16()
+    shape = (4, 16, 2, 64) if "page_table" in arguments else (2, 32, 2, 64)
+    k, v = (torch.randn(shape, generator=generator).bfloat16() for _ in range(2))
+    before = hopper.counts
+    first, _, third = (tilewise.attention_cached(q, k, v, **arguments) for _ in range(3))
+    assert hopper.since(before) == [1, 0, 0]
+    pairs = zip(first, third, strict=True) if isinstance(first, tuple) else [(first, third)]
+    for one, other in pairs:
+        assert torch.equal(one, other)
+        assert one.stride() == other.stride()
+    longer = arguments | {"lengths": torch.tensor([32, 2], dtype=torch.int32)}
+    native_out = tilewise.attention_cached(q, k, v, **longer)  # another content, which the device reads
+    assert hopper.since(before) == [2, 0, 0] or arguments["lengths"] is None
+    with native.in_python():
+        python_out = tilewise.attention_cached(q, k, v, **longer)
+    pairs = zip(native_out, python_out, strict=True) if isinstance(first, tuple) else [(native_out, python_out)]
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+@pytest.mark.parametrize("named", ["alibi", "sink"])
+def test_terms_with_arguments_of_their_own_are_native(hopper, named):
+    """Constants in float32 are; what is learned, and what every call casts, is left to Python."""
+    tensors, slopes = inputs(), torch.tensor([0.5, 0.25])
+    dout = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)).bfloat16()
+    native.use(None)
+    want = step(hopper, tensors, dout, mask="causal", **{named: slopes})
+    native.use(hopper.calls)
+    before = hopper.counts
+    for _ in range(5):
+        assert same_bits(step(hopper, tensors, dout, mask="causal", **{named: slopes}), want)
+    assert hopper.since(before) == [4, 3, 1]
+    for other in (slopes.clone().requires_grad_(), slopes.bfloat16()):
+        for _ in range(3):
+            hopper.attention(*tensors, mask="causal", **{named: other})
+    assert hopper.since(before) == [4, 3, 1]
+
+
+def test_a_mask_class_of_a_users_is_native(hopper):
+    """As CONTRIBUTING.md describes one: a frozen class in one place, and no list to enter it into."""
+
+    @dataclasses.dataclass(frozen=True)
+    class EveryOther(tilewise.masks.Mask):
+        """Row i sees the keys to i, and an even number of them."""
+
+        kind = "every_other"
+
+        @classmethod
+        def from_text(cls, text):
+            return cls()
+
+        def __str__(self):
+            return self.kind
+
+        def span(self, row, seq_q, seq_kv):
+            return 0, min(seq_kv, (row + 2) // 2 * 2)
+
+        def spans(self, rows, seq_q, seq_kv):
+            return torch.zeros_like(rows), ((rows + 2) // 2 * 2).clamp(max=seq_kv)
+
+    tensors = inputs()
+    before = hopper.counts
+    first, _, third = (hopper.attention(*tensors, mask=EveryOther()) for _ in range(3))
+    assert hopper.since(before) == [1, 0, 0]
+    assert torch.equal(first, third)
+    want = tilewise.attention(*(x.double() for x in tensors), mask=EveryOther(), backend="reference")
+    assert_close(third, want, budget(torch.bfloat16, SHAPE[2]))
+
+
+def test_a_graph_that_is_retained_is_native_each_time(hopper):
+    tensors = inputs()
+    dout = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for _ in range(4):
+        want = step(hopper, tensors, dout)[1:]
+    leaves = inputs(grad=True)
+    before = hopper.counts
+    out = hopper.attention(*leaves)
+    for _ in range(3):
+        assert same_bits(torch.autograd.grad(out, leaves, dout, retain_graph=True), want)
+    assert hopper.since(before) == [1, 3, 0]
+
+
+@pytest.mark.parametrize(("value", "answers"), [("0", True), ("", True), ("1", False)])
+def test_checks_are_off_where_the_environment_says_0(hopper, monkeypatch, value, answers):
+    for _ in range(2):
+        hopper.attention(*inputs(), keep=padding()[:1])
+    monkeypatch.setenv("TILEWISE_CHECK", value)
+    before = hopper.counts
+    hopper.attention(*inputs(), keep=padding()[:1])
+    assert hopper.since(before) == [int(answers), 0, 0]

@@ -30,7 +30,7 @@ from ..terms import Keep
 from ..torch_seam.autograd import gradients
 from .build import backward_program
 from .memory import find
-from .request import BHSD, BSHD, OUT_BSHD, PACKED, SLOTS, Options, Request
+from .request import IN_FLOAT32, MASK, OUT_BSHD, SLOTS, Request
 
 if TYPE_CHECKING:
     from ..operands import Operands
@@ -47,11 +47,8 @@ class Repeated(NamedTuple):
 
     call: Call
     form: Form
+    names: tuple[str, ...]  # of the operands that the extension saves, in the order of their slots
     constants: Operands  # what a recipe has the addresses of
-
-
-_SLOTS = {BHSD: ((), ("keep",)), BSHD: ((), ("keep",)), OUT_BSHD: ((), ("keep",)), PACKED: (recipes.SLOTS_OF_OFFSETS,)}
-"""The slots with which the extension knows a form."""
 
 
 def learn(call: Call, request: Request) -> None:
@@ -59,24 +56,19 @@ def learn(call: Call, request: Request) -> None:
     form, q, k, v, extras, operands, options = request
     if call.native is None or call.native.get(form, call) is None or (calls := native.ready()) is None:
         return
-    if operands or tuple(extras) not in _SLOTS.get(form, ()) or options.dropout:
+    if operands or options.dropout or options.return_max_logit or MASK in extras:
         return
     before = calls.generation()
     if find(request) is not call:  # it was forgotten since it was found
         return
     found = handle(call, request)
     if found is not None:
-        first, second = (*extras.values(), None, None)[:2]
-        calls.learn(before, q, k, v, first, second, words_of(form, options), found)
+        calls.learn(before, form, q, k, v, _by_slot(extras), tuple(options), found)
 
 
-def words_of(form: Form, options: Options) -> tuple[Any, ...]:
-    """The options of a call as the extension compares them."""
-    places: tuple[Any, ...] = (options.max_q, options.max_k) if form is PACKED else (options.scores, options.dropout)
-    return (
-        options.mask, options.scale, options.softcap, *places, form, options.return_lse, options.backend,
-        options.precision,
-    )  # fmt: skip
+def _by_slot(extras: Operands) -> tuple[Tensor | None, ...]:
+    """As the extension takes them: a place for every slot."""
+    return tuple(extras.get(slot) for slot in SLOTS)
 
 
 def handle(call: Call, request: Request) -> Any:
@@ -95,11 +87,6 @@ def handle(call: Call, request: Request) -> Any:
     return call.native[form]
 
 
-def _prepares(recipe: recipes.Recipe) -> bool:
-    """Whether a call has to bring what something is made of before, or its mask to hold it."""
-    return recipe[2] is not None
-
-
 def _hides_keys_alone(problem: Problem) -> bool:
     """Whether `keep`, if the problem has one, hides the same keys from all rows.
 
@@ -109,18 +96,8 @@ def _hides_keys_alone(problem: Problem) -> bool:
     return problem.seq_q == 1 or all(term.rows_alike for term in problem.scores if isinstance(term, Keep))
 
 
-def _held_offsets(constants: Operands) -> tuple[Tensor, ...] | None:
-    """Those of documents that run as packed sequences: a constant of all calls with their mask."""
-    names = recipes.OFFSETS
-    return tuple(constants[name] for name in names) if all(name in constants for name in names) else None
-
-
 def _is_captured(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _named(extras: Operands) -> dict[str, Tensor]:
-    return {SLOTS[slot]: tensor for slot, tensor in extras.items()}
 
 
 def _described(call: Call, request: Request) -> Any:
@@ -130,12 +107,14 @@ def _described(call: Call, request: Request) -> Any:
     problem = in_terms(call.problem)
     constants = mask_operands(call.problem, q.device)
     reports = any(term.outputs for term in problem.scores)
-    named = _named(extras)
+    named = {SLOTS[slot]: tensor for slot, tensor in extras.items()}
     unknown = {operand.name for operand in problem.operands} ^ {*constants, *named}
     if call.lacks_memory or problem.empty or reports or unknown or run.goes_by_spans(call.problem):
         return None
-    if not _hides_keys_alone(problem):
+    if problem.operand_grads or not _hides_keys_alone(problem):
         return None
+    if any(slot in IN_FLOAT32 and tensor.dtype != torch.float32 for slot, tensor in extras.items()):
+        return None  # every call makes a tensor in float32 of it
     if call.plan.forward is None or not native.knows_streams_of(q.device):
         return None
     out = empty_out(q, problem.head_dim_v, problem.layout)
@@ -143,15 +122,17 @@ def _described(call: Call, request: Request) -> Any:
         return None
     operands = run.forward_operands(problem, q, k, v, out, {**constants, **named})
     recipe = recipes.recipe_of(call.plan.forward, operands, run.device_index(q.device))
-    held = _held_offsets(constants)
-    if recipe is None or (_prepares(recipe) and not (extras or held)):
+    if recipe is None:
         return None
     _give_counters(recipe, q.device)
-    owner = Repeated(call._replace(native=None), form, constants)
+    owner = Repeated(
+        call._replace(native=None), form, tuple(name for name in SLOTS.values() if name in named), constants
+    )
+    held = tuple(constants.get(name) for name in SLOTS.values())  # offsets of documents that are packed sequences
     lse = tuple(form.lse.raw(out[..., 0]).shape) if run.makes_lse(problem) else None
     made = _shape(form.out.raw(out)), lse, problem.needs_lse, problem.needs_grad
     raw = request.q, request.k, request.v
-    return native.calls.new_call(*raw, extras.get("keep"), held, recipe, *made, owner)
+    return native.calls.new_call(*raw, _by_slot(extras), held, recipe, *made, owner)
 
 
 def _give_counters(recipe: recipes.Recipe, device: torch.device) -> None:
@@ -175,24 +156,24 @@ def _make_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    first: Tensor | None,
-    second: Tensor | None,
+    extras: tuple[Tensor, ...],
     wanted: int,
     learn: bool,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of q, k and v of which `wanted` has the bits; with `learn`, such a backward is known afterwards.
 
-    `first`, `second`: what the call read in addition.
+    `extras`: what the call read in addition.
     """
-    call, form, _ = repeated
+    call, form, names, _ = repeated
     flags = tuple(bool(wanted >> place & 1) for place in range(len(INPUTS)))
     saved = (*form.views(q, k, v), form.out.view(out), form.lse.view(lse))
     seen = None if dout is None else form.out.view(dout)
     dlse = None if dlse is None else form.lse.view(dlse)
-    extras = tuple(tensor for tensor in (first, second) if tensor is not None)
-    grads = gradients(call, saved, extras, (*flags, *(False for _ in extras)), seen, dlse)[: len(INPUTS)]
+    operands = dict(zip(names, extras, strict=True))
+    tensors = tuple(operands[name] for name in call.names) if operands else ()
+    grads = gradients(call, saved, tensors, (*flags, *(False for _ in tensors)), seen, dlse)[: len(INPUTS)]
     if learn and dout is not None and not _is_captured(q):
-        _learn_backward(known, repeated, dout, saved, extras, wanted, flags)
+        _learn_backward(known, repeated, dout, saved, operands, wanted, flags)
     orders = form.q, form.kv, form.kv
     return tuple(None if grad is None else order.raw(grad) for order, grad in zip(orders, grads, strict=True))
 
@@ -202,23 +183,21 @@ def _learn_backward(
     repeated: Repeated,
     dout: Tensor,
     saved: tuple[Tensor, ...],
-    extras: tuple[Tensor, ...],
+    operands: Operands,
     wanted: int,
     flags: tuple[bool, ...],
 ) -> None:
-    call, form, constants = repeated
+    call, form, _, constants = repeated
     q, k, v, out, _ = saved
     problem, wants = in_terms(call.problem), chosen(INPUTS, flags)
     tensors = {"dout": form.out.view(dout), "q": q, "k": k, "v": v, "out": out, **constants}
-    tensors |= dict(zip(call.names, extras, strict=True)) if extras else {}
+    tensors |= operands
     recipe, zeroed = None, 0
     shapes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
     try:
         program = backward_program(call, wants)
-        operands = run.backward_operands(problem, wants, tensors)
-        recipe = recipes.recipe_of(program, operands, run.device_index(q.device))
-        if recipe is not None and _prepares(recipe) and not (extras or _held_offsets(constants)):
-            recipe = None
+        read = run.backward_operands(problem, wants, tensors)
+        recipe = recipes.recipe_of(program, read, run.device_index(q.device))
     except CompileError:  # Python makes all gradients then, and gives these
         pass
     if recipe is not None:

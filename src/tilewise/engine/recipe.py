@@ -5,8 +5,8 @@ reader without Python needs: the bytes of every kernel's arguments with all that
 places that a call fills in.
 
     recipe  (bytes of scratch, launches, prepared)
-    prepared  None, or (bytes, launches): what is made before of the tensors beside q, k and v (offsets of packed
-            sequences, or `keep`), and kept while they stay as they are
+    prepared  None, or (bytes, launches, sources): what is made before of extra tensors, those of EXTRAS with these
+            numbers (offsets of packed sequences, or `keep`), and kept while they stay as they are
     launch  (name, function, context, grid, threads, bytes of shared memory, may overlap, arguments, fills)
     fill    (ADDRESS, offset, operand, bytes behind it, None)
             (MAP, offset, operand, bytes behind it, what `TiledMap.described` says)
@@ -31,14 +31,26 @@ if TYPE_CHECKING:
     from .program import Launch, Program
 
 Launches = tuple[tuple[Any, ...], ...]
-Recipe = tuple[int, Launches, "tuple[int, Launches] | None"]
+Recipe = tuple[int, Launches, "tuple[int, Launches, tuple[int, ...]] | None"]
 
-OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv")
-SLOTS_OF_OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
-KEEP = "keep"
+# Operands that a caller may give in addition to q, k and v: as the enumeration `Slot` of native/calls.h has them.
+EXTRAS = (
+    "slopes",
+    "keep",
+    "sink",
+    "cu_seqlens_q",
+    "cu_seqlens_kv",
+    "seqused_k",
+    "leftpad_k",
+    "cache_lengths",
+    "cache_starts",
+    "cache_rows",
+    "page_table",
+)
 PREPARED = "prepared"
-# As the enumeration `Operand` of native/calls.h has them.
-OPERANDS = ("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "scratch", PREPARED, *OFFSETS, KEEP)
+# As the enumeration `Operand` there.
+OPERANDS = ("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "scratch", PREPARED, *EXTRAS)
+MAX_SOURCES = 2  # `Prologue::max_sources`
 ADDRESS, MAP, COUNTER = range(3)  # `Fill::Kind`
 MAX_ARGUMENTS = 4096  # bytes, of one kernel
 
@@ -53,18 +65,19 @@ def recipe_of(program: Program, operands: Mapping[str, torch.Tensor | None], dev
     if program.unless_mapped is not None:
         return None
     results = dict(result for before in program.prepared for result in before.results)
-    sources = {name for before in program.prepared for name in before.operands} - {*results}
+    sources = tuple(dict.fromkeys(name for one in program.prepared for name in one.operands if name not in results))
     if any(before.program.prepared or before.program.scratch.bytes for before in program.prepared):
         return None
-    if sources not in (set(), {*OFFSETS}, {KEEP}):
+    if len(sources) > MAX_SOURCES or not {*sources} <= {*EXTRAS}:
         return None
+    slots = tuple(EXTRAS.index(name) for name in sources)
     made = Layout.of(**{name: 4 * math.prod(shape) for name, shape in results.items()})
     before = [(launch, one.program) for one in program.prepared for launch in one.program.launches]
     first = [_launch(launch, of, operands, made, device) for launch, of in before]
     launches = [_launch(launch, program, operands, made, device) for launch in program.launches]
     if None in first or None in launches:
         return None
-    kept = (made.bytes, tuple(one for one in first if one is not None)) if program.prepared else None
+    kept = (made.bytes, tuple(one for one in first if one is not None), slots) if program.prepared else None
     return program.scratch.bytes, tuple(one for one in launches if one is not None), kept
 
 

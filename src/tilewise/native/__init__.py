@@ -26,10 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 attend: Callable[..., Any] | None = None
-"""A known call of `tilewise.attention`, with its arguments in order; None where it is not known. Itself None until the
-extension is loaded and there is a driver."""
-attend_packed: Callable[..., Any] | None = None
-"""The same of `tilewise.attention_packed`, with what `repeated.packed_options` makes of its arguments."""
+"""The results of a known call, of its form, q, k and v, its extra tensors by slot and its options; None where it is not
+known. Itself None until the extension is loaded and there is a driver."""
 calls: Any = None
 """The functions of calls.cpp, from then on."""
 
@@ -59,13 +57,13 @@ def ready() -> Any:
 
 def use(functions: Any) -> None:
     """Calls are answered by these functions from now on; None = by Python alone."""
-    global attend, attend_packed, calls
+    global attend, calls
     if functions is None:
-        attend = attend_packed = calls = None
+        attend = calls = None
         return
     assert _callbacks is not None
     functions.begin(*_callbacks)
-    calls, attend, attend_packed = functions, functions.attend, functions.attend_packed
+    calls, attend = functions, functions.attend
 
 
 @contextlib.contextmanager
@@ -116,7 +114,7 @@ def _forget() -> None:
 
 def _in_forked_child() -> None:
     if calls is not None:
-        calls.sleep_if_used()
+        calls.disable_after_fork()
 
 
 if hasattr(os, "register_at_fork"):

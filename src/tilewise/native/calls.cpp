@@ -1,9 +1,9 @@
 // Repeated calls of tilewise.attention, and their backwards: recognised, allocated and enqueued
 // without Python. See calls.h for what is what.
 //
-//   attend       q, k, v and the other arguments as a user gave them -> key -> Call -> run;
-//                attend_packed the same with the offsets of packed sequences
-//   run          allocates out, lse and scratch, fills in the arguments of each kernel, launches,
+//   attend       a form, q, k, v, extra tensors and options as a user gave them -> key -> Call ->
+//   run run          allocates out, lse and scratch, fills in the arguments of each kernel,
+//   launches,
 //                and gives out its place in autograd's graph
 //   apply        the same for the gradients, on whatever thread autograd runs it
 //
@@ -132,8 +132,26 @@ struct Counters {
 constexpr int max_devices = 64;
 std::array<std::atomic<Counters*>, max_devices> counters{};  // never freed: graphs count with them
 
-constexpr size_t key_words = 41;  // as many as fill_key writes
-using Key = std::array<int64_t, key_words>;
+// Everything that decides a call, in words.
+class Key {
+ public:
+  void add(int64_t word) { words[used++] = word; }
+  // Sizes and strides; how many there are is part of another word.
+  void add(const at::Tensor& tensor) {
+    for (const int64_t size : tensor.sizes()) add(size);
+    for (const int64_t stride : tensor.strides()) add(stride);
+  }
+  bool operator==(const Key& other) const {
+    return used == other.used && std::equal(begin(), end(), other.begin());
+  }
+  const int64_t* begin() const { return words.data(); }
+  const int64_t* end() const { return words.data() + used; }
+
+ private:
+  static constexpr size_t words_of_tensor = 2 + 2 * Extents::max, others = 3;
+  size_t used = 0;
+  std::array<int64_t, words_of_tensor * (3 + SLOTS) + others> words;  // of which some are used
+};
 struct KeyHash {
   size_t operator()(const Key& key) const {
     uint64_t hash = 0x9e3779b97f4a7c15;
@@ -142,21 +160,21 @@ struct KeyHash {
   }
 };
 
-// mask, scale, softcap, scores, dropout, layout, return_lse, backend, precision
-constexpr size_t options_count = 9;
+// The options of a call and, last, its form. MAX_Q and MAX_K are words of a key instead.
+using Values = std::array<PyObject*, OPTIONS + 1>;
 struct Options {
-  std::array<PyObject*, options_count> values;  // owned
+  Values values;  // owned
 };
 
 // All of it guarded by the GIL but what is atomic. The numbers are written by threads that wait for
-// one another, each in a line of its own: beside one another they would go back and forth.
+// one another, each in a line of its own: in one line they would go back and forth.
 struct Memory {
   std::vector<Options> options;  // an index is part of a key
   std::unordered_map<Key, std::shared_ptr<Call>, KeyHash> calls;
   int64_t generation = 0;
   PyObject* make_backward = nullptr;  // of Python: a backward that is not known here
-  PyObject* say_failed = nullptr;     // of Python: raises for a launch that failed
-  std::atomic<bool> asleep{false};
+  PyObject* raise_failed = nullptr;   // of Python: raises for a launch that failed
+  std::atomic<bool> disabled_after_fork{false};
   alignas(64) std::atomic<int64_t> forwards{0};
   alignas(64) std::atomic<int64_t> backwards{0}, backwards_in_python{0};
 };
@@ -179,12 +197,12 @@ bool is_finalizing() {
 
 constexpr size_t max_arguments = 4096;  // bytes: the most that a kernel may have
 
-[[noreturn]] void say_failed(const char* what, int status, const Launch& launch) {
+[[noreturn]] void raise_failed(const char* what, int status, const Launch& launch) {
   pybind11::gil_scoped_acquire gil;
-  PyObject* told = Py_BuildValue("(sisIII)", what, status, launch.name.c_str(), launch.grid,
-                                 launch.threads, launch.smem);
-  PyObject* nothing = told ? PyObject_Call(memory().say_failed, told, nullptr) : nullptr;
-  Py_XDECREF(told);
+  PyObject* refusal = Py_BuildValue("(sisIII)", what, status, launch.name.c_str(), launch.grid,
+                                    launch.threads, launch.smem);
+  PyObject* nothing = refusal ? PyObject_Call(memory().raise_failed, refusal, nullptr) : nullptr;
+  Py_XDECREF(refusal);
   Py_XDECREF(nothing);
   if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "a launch failed");
   python_error error;
@@ -223,7 +241,7 @@ void launch(const Launch& launch, void* stream, void* arguments) {
   if (status != 0)
     in_context(launch.context,
                [&] { status = driver.launch(&config, function, pointers, nullptr); });
-  if (status != 0) say_failed("launch", status, launch);
+  if (status != 0) raise_failed("launch", status, launch);
 }
 
 // Whether what is enqueued now becomes part of a graph; nothing where the driver does not say. The
@@ -248,7 +266,7 @@ void fill_in(const Launch& launch, const Addresses& addresses, char* arguments) 
     }
     const int status =
         fill.map->copy_to(arguments + fill.offset, begin + fill.plus, launch.context);
-    if (status != 0) say_failed("map", status, launch);
+    if (status != 0) raise_failed("map", status, launch);
   }
 }
 
@@ -265,9 +283,9 @@ void enqueue(const std::vector<Launch>& launches, c10::Device device, void* stre
   for (const Launch& one : launches) {
     alignas(64) char spare[max_arguments];
     char* arguments = spare;
-    const Images::Turn turn(one.images);  // until the driver has read the arguments
-    if (turn.mine) {
-      Images::Image& image = one.images.find(addresses, one.bytes);
+    const ArgumentCache::Lock lock(one.images);  // until the driver has read the arguments
+    if (lock.held) {
+      ArgumentCache::Image& image = one.images.find(addresses, one.bytes);
       arguments = image.arguments();
       if (image.at != addresses) {
         image.at = {};
@@ -366,19 +384,12 @@ at::Tensor empty(const Shape& shape, c10::ScalarType dtype, c10::Device device) 
   return tensor_of(empty_storage(bytes, device), shape, dtype);
 }
 
-// Whether a call reads a tensor that hides keys.
-bool is_keep(const Beside& beside) { return beside[0].defined() && !beside[1].defined(); }
-
-void enqueue(const Recipe& recipe, c10::Device device, Addresses& addresses, const Beside& beside) {
+void enqueue(const Recipe& recipe, c10::Device device, Addresses& addresses, const Extras& extras) {
   void* stream = stream_of(device);
-  if (is_keep(beside)) {
-    addresses[KEEP] = address(beside[0]);
-  } else {
-    addresses[CU_Q] = address(beside[0]);
-    addresses[CU_K] = address(beside[1]);
-  }
+  for (size_t i = 0; extras.any && i < SLOTS; ++i)
+    if (extras.at[i] != nullptr) addresses[FIRST_SLOT + i] = address(*extras.at[i]);
   at::Tensor made;
-  if (recipe.prepared != nullptr) made = recipe.prepared->made_of(beside, stream, addresses);
+  if (recipe.prologue != nullptr) made = recipe.prologue->made_of(extras, stream, addresses);
   enqueue(recipe.launches, device, stream, addresses);
 }
 
@@ -415,20 +426,9 @@ bool is_readable(const at::Tensor& tensor) {
   return strides.back() == 1 && address(tensor) % 16 == 0;
 }
 
-// As kernels read offsets: int32 that follow one another.
-bool are_offsets(const at::Tensor& tensor) {
-  return is_ordinary(tensor) && tensor.scalar_type() == c10::kInt && tensor.dim() == 1 &&
-         (tensor.size(0) < 2 || tensor.stride(0) == 1);
-}
-
-// As kernels read a tensor that hides keys.
-bool hides_keys(const at::Tensor& tensor) {
-  return is_ordinary(tensor) && tensor.scalar_type() == c10::kBool && tensor.dim() <= 4;
-}
-
 // What a call brings, or what its mask holds.
-const Beside& beside_of(const Call& call, const Beside& given) {
-  return call.held[0].defined() ? call.held : given;
+const Extras& extras_read(const Call& call, const Extras& given) {
+  return call.held.empty() ? given : call.held_extras;
 }
 
 Shape shape_of(const at::Tensor& tensor) { return {tensor.sizes(), tensor.strides()}; }
@@ -436,6 +436,11 @@ Shape shape_of(const at::Tensor& tensor) { return {tensor.sizes(), tensor.stride
 bool has_shape(const at::Tensor& tensor, const Shape& shape) {
   return tensor.sizes() == c10::IntArrayRef(shape.sizes) &&
          tensor.strides() == c10::IntArrayRef(shape.strides);
+}
+
+bool looks_like(const at::Tensor& tensor, const ExtraLook& look) {
+  return is_ordinary(tensor) && tensor.scalar_type() == look.dtype &&
+         has_shape(tensor, look.shape) && address(tensor) % 16 == look.misalignment;
 }
 
 // The memory of a tensor that was saved: undefined where hooks hold it, where it was released, or
@@ -510,12 +515,9 @@ class AttentionBackward final : public Node {
     }
   }
 
-  void save(const Beside& given) {
-    for (const at::Tensor& one : given)
-      if (one.defined()) {
-        beside_numbers[beside.size()] = one.numel();
-        beside.emplace_back(one, false);
-      }
+  void save_extras(const Extras& given) {
+    for (size_t i = 0; given.any && i < SLOTS; ++i)
+      if (given.at[i] != nullptr) extras.emplace_back(Slot(i), SavedVariable(*given.at[i], false));
   }
 
   std::string name() const override { return "TilewiseAttentionBackward"; }
@@ -529,7 +531,7 @@ class AttentionBackward final : public Node {
     lse_tensor.reset();
     if (saved != nullptr)
       for (SavedVariable& one : *saved) one.reset_data();
-    for (SavedVariable& one : beside) one.reset_data();
+    for (auto& [slot, one] : extras) one.reset_data();
   }
 
   variable_list apply(variable_list&& given) override {
@@ -559,8 +561,9 @@ class AttentionBackward final : public Node {
         if (unpacked) unpack(now);
       }
       if (wants == 0) return grads;
-      const Operands read = saved == nullptr ? kept_operands() : operands_of(now);
-      may = is_awake() && can_be_made(read, dout, dlse);
+      if (saved == nullptr) unpack_extras(now);
+      const Operands read = saved == nullptr ? kept_operands(now) : operands_of(now);
+      may = is_enabled() && can_be_made(read, dout, dlse);
       if (may) {
         if (!is_readable(dout))
           dout = at::_ops::contiguous::call(dout, at::MemoryFormat::Contiguous);
@@ -583,7 +586,7 @@ class AttentionBackward final : public Node {
  private:
   struct Saved {
     std::array<at::Tensor, count> tensors;
-    Beside beside;
+    OwnedExtras extras;
 
     const at::Tensor& operator[](size_t i) const { return tensors[i]; }
   };
@@ -593,7 +596,7 @@ class AttentionBackward final : public Node {
     std::array<const at::Tensor*, 3> inputs;
     uintptr_t out = 0, lse = 0;
     bool usable = false;
-    Beside beside;
+    const OwnedExtras& extras;
   };
 
   std::shared_ptr<Call> call;
@@ -607,8 +610,7 @@ class AttentionBackward final : public Node {
   // Only to be asked for early, never looked into: what was saved may be gone.
   std::array<const void*, 3> storages{};
   std::unique_ptr<std::array<SavedVariable, count>> saved;
-  std::vector<SavedVariable> beside;        // two of a packed call, one of a call that hides keys
-  std::array<int64_t, 2> beside_numbers{};  // that each of these has
+  std::vector<std::pair<Slot, SavedVariable>> extras;
 
   bool is_result(size_t i) const { return i == out || (i == lse && call->returns_lse); }
 
@@ -664,23 +666,24 @@ class AttentionBackward final : public Node {
       lse_tensor = tensor_of(std::move(memory), call->lse, c10::kFloat);
     }
     now.tensors[lse] = lse_tensor;
-    for (size_t i = 0; i < beside.size(); ++i) now.beside[i] = beside[i].unpack();
   }
 
-  Operands kept_operands() const {
-    Operands read{{&inputs[q], &inputs[k], &inputs[v]}};
+  void unpack_extras(Saved& now) const {
+    for (const auto& [slot, one] : extras) now.extras.emplace_back(slot, one.unpack());
+  }
+
+  Operands kept_operands(const Saved& now) const {
+    Operands read{{&inputs[q], &inputs[k], &inputs[v]}, 0, 0, false, now.extras};
     read.out = reinterpret_cast<uintptr_t>(out_memory.data());
     read.lse =
         lse_tensor.defined() ? address(lse_tensor) : reinterpret_cast<uintptr_t>(lse_memory.get());
     read.usable = read.out != 0 && read.lse != 0 && out_memory.device() == call->device;
-    for (size_t i = 0; i < beside.size(); ++i) read.beside[i] = beside[i].unpack();
     return read;
   }
 
   // Hooks on saved tensors may have laid them out anew.
   Operands operands_of(const Saved& now) const {
-    Operands read{{&now[q], &now[k], &now[v]}};
-    read.beside = now.beside;
+    Operands read{{&now[q], &now[k], &now[v]}, 0, 0, false, now.extras};
     for (size_t i : {out, lse})
       if (!is_ordinary(now[i]) || now[i].device() != call->device) return read;
     read.out = address(now[out]);
@@ -696,14 +699,14 @@ class AttentionBackward final : public Node {
     for (size_t i = 0; i < count; ++i) now.tensors[i] = memory_of((*saved)[i]);
     for (size_t i = 0; i < count; ++i)
       if (!now[i].defined() || version_of(now[i]) != versions[i]) return false;
-    for (size_t i = 0; i < beside.size(); ++i) now.beside[i] = beside[i].unpack();
+    unpack_extras(now);
     return true;
   }
 
   void unpack(Saved& now) {
     for (size_t i = 0; i < count; ++i)
       now.tensors[i] = is_result(i) ? (*saved)[i].unpack(getptr()) : (*saved)[i].unpack();
-    for (size_t i = 0; i < beside.size(); ++i) now.beside[i] = beside[i].unpack();
+    if (now.extras.empty()) unpack_extras(now);
   }
 
   // Inputs may have been given other memory, of any size and kind, and so may gradients.
@@ -717,19 +720,11 @@ class AttentionBackward final : public Node {
     for (const at::Tensor* one : read.inputs)
       if (!is_like_inputs(*one)) return false;
     if (!is_like_inputs(dout) || dout.sizes() != c10::IntArrayRef(call->out.sizes)) return false;
-    for (size_t i = 0; i < read.beside.size(); ++i) {
-      const at::Tensor& one = read.beside[i];
-      if (one.defined() && (one.device() != device || one.numel() != beside_numbers[i]))
+    if (read.extras.size() != call->extras.size()) return false;
+    for (size_t i = 0; i < read.extras.size(); ++i) {
+      const auto& [slot, one] = read.extras[i];
+      if (!one.defined() || one.device() != device || !looks_like(one, call->extras[i]))
         return false;
-    }
-    if (is_keep(read.beside)) {
-      const at::Tensor& keep = read.beside[0];
-      if (!hides_keys(keep) || !has_shape(keep, call->keep) ||
-          address(keep) % 16 != call->keep_misalignment)
-        return false;
-    } else {
-      for (const at::Tensor& one : read.beside)
-        if (one.defined() && !are_offsets(one)) return false;
     }
     if (dlse.defined() &&
         (!is_ordinary(dlse) || dlse.scalar_type() != c10::kFloat || dlse.device() != device ||
@@ -787,7 +782,8 @@ class AttentionBackward final : public Node {
     at[DOUT] = address(dout);
     at[DLSE] = address(dlse);
     at[SCRATCH] = reinterpret_cast<uintptr_t>(scratch.get());
-    enqueue(backward.recipe, device, at, beside_of(*call, read.beside));
+    const Extras extras = extras_of(read.extras);
+    enqueue(backward.recipe, device, at, extras_read(*call, extras));
     memory().backwards.fetch_add(1, std::memory_order_relaxed);
   }
 
@@ -826,13 +822,16 @@ void AttentionBackward::make_in_python(const Saved& saved, const at::Tensor& dou
   memory().backwards_in_python.fetch_add(1, std::memory_order_relaxed);
   TORCH_CHECK(!is_finalizing(), "a backward that needs Python, which is ending");
   pybind11::gil_scoped_acquire gil;
-  PyObject* told =
-      Py_BuildValue("(NONNNNNNNNNIO)", capsule_of(call), call->owner, wrapped(dout), wrapped(dlse),
+  PyObject* extra_tensors = PyTuple_New(Py_ssize_t(saved.extras.size()));
+  if (extra_tensors == nullptr) throw python_error();
+  for (size_t i = 0; i < saved.extras.size(); ++i)
+    PyTuple_SET_ITEM(extra_tensors, Py_ssize_t(i), wrapped(saved.extras[i].second));
+  PyObject* arguments =
+      Py_BuildValue("(NONNNNNNNNIO)", capsule_of(call), call->owner, wrapped(dout), wrapped(dlse),
                     wrapped(saved[q]), wrapped(saved[k]), wrapped(saved[v]), wrapped(saved[out]),
-                    wrapped(saved[lse]), wrapped(saved.beside[0]), wrapped(saved.beside[1]), wants,
-                    learn ? Py_True : Py_False);
-  PyObject* made = told ? PyObject_Call(memory().make_backward, told, nullptr) : nullptr;
-  Py_XDECREF(told);
+                    wrapped(saved[lse]), extra_tensors, wants, learn ? Py_True : Py_False);
+  PyObject* made = arguments ? PyObject_Call(memory().make_backward, arguments, nullptr) : nullptr;
+  Py_XDECREF(arguments);
   if (made == nullptr) {
     python_error error;
     error.persist();
@@ -873,7 +872,7 @@ int TensorMap::copy_to(void* place, uintptr_t address, uintptr_t context) {
   return 0;
 }
 
-Images::Image& Images::find(const Addresses& at, size_t bytes) {
+ArgumentCache::Image& ArgumentCache::find(const Addresses& at, size_t bytes) {
   uint64_t tag = 0;
   for (const uintptr_t one : at) tag = (tag ^ one) * 0x9e3779b97f4a7c15 + (tag >> 32);
   for (uint32_t i = 0; i < kept; ++i) {
@@ -898,28 +897,36 @@ static const at::TensorBase& versioned(const at::Tensor& tensor) {
   return tensor;
 }
 
-at::Tensor Prepared::made_of(const Beside& beside, void* stream, Addresses& addresses) {
-  const c10::Device device = beside[0].device();
-  std::array<uintptr_t, 2> places{};
-  std::array<uint32_t, 2> versions{};
+Extras extras_of(const OwnedExtras& owned) {
+  Extras found;
+  for (const auto& [slot, tensor] : owned) found.set(slot, tensor);
+  return found;
+}
+
+at::Tensor Prologue::made_of(const Extras& extras, void* stream, Addresses& addresses) {
+  std::array<const at::Tensor*, max_sources> given{};
+  std::array<uintptr_t, max_sources> places{};
+  std::array<uint32_t, max_sources> versions{};
   bool may_keep = true;
-  size_t count = 0;  // of those that are defined
-  for (; count < beside.size() && beside[count].defined(); ++count) {
-    const at::Tensor& one = beside[count];
-    places[count] = address(one);
-    if (one.is_inference()) {  // nothing tells whether it has changed
+  const size_t count = sources.size();
+  for (size_t i = 0; i < count; ++i) {
+    given[i] = extras.at[sources[i]];
+    TORCH_CHECK(given[i] != nullptr, "a call brings what its prologue reads");
+    places[i] = address(*given[i]);
+    if (given[i]->is_inference()) {  // nothing counts its changes
       may_keep = false;
     } else {
-      versions[count] = one._version();
+      versions[i] = given[i]->_version();
     }
   }
+  const c10::Device device = given[0]->device();
   if (is_capturing(device, stream).value_or(true)) may_keep = false;
   // A tensor has no other's address while a weak reference to it is kept.
   const auto is_now = [&](const Known& one) {
     if (one.stream != stream || one.addresses != places || one.versions != versions) return false;
     for (size_t i = 0; i < count; ++i) {
       const auto& kept = one.tensors[i];
-      if (kept._unsafe_get_target() != versioned(beside[i]).unsafeGetTensorImpl() || kept.expired())
+      if (kept._unsafe_get_target() != versioned(*given[i]).unsafeGetTensorImpl() || kept.expired())
         return false;
     }
     return true;
@@ -939,7 +946,7 @@ at::Tensor Prepared::made_of(const Beside& beside, void* stream, Addresses& addr
   if (may_keep) {
     Known now{stream, {}, places, versions, made};
     for (size_t i = 0; i < count; ++i)
-      now.tensors.emplace_back(versioned(beside[i]).getIntrusivePtr());
+      now.tensors.emplace_back(versioned(*given[i]).getIntrusivePtr());
     std::erase_if(known, [](const Known& one) {
       return std::any_of(one.tensors.begin(), one.tensors.end(),
                          [](const auto& kept) { return kept.expired(); });
@@ -973,7 +980,7 @@ void Call::learn(std::shared_ptr<const Backward> backward) {
   known.push_back(std::move(backward));
 }
 
-bool is_awake() { return !memory().asleep.load(std::memory_order_relaxed); }
+bool is_enabled() { return !memory().disabled_after_fork.load(std::memory_order_relaxed); }
 
 bool is_ordinary_thread() {
   static const uint64_t usual =
@@ -1011,7 +1018,7 @@ struct Made : Results {
 };
 
 Made make_forward(const Call& call, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                  const Beside& beside) {
+                  const Extras& extras) {
   const c10::Device device = q.device();
   call.forward.expect_launch();
   const c10::OptionalDeviceGuard guard = make_current(device, call.forward);
@@ -1032,7 +1039,7 @@ Made make_forward(const Call& call, const at::Tensor& q, const at::Tensor& k, co
   at[OUT] = address(made.out);
   at[LSE] = made.kept ? reinterpret_cast<uintptr_t>(made.lse_memory.get()) : address(made.lse);
   at[SCRATCH] = reinterpret_cast<uintptr_t>(scratch.get());
-  enqueue(call.forward, device, at, beside_of(call, beside));
+  enqueue(call.forward, device, at, extras_read(call, extras));
   memory().forwards.fetch_add(1, std::memory_order_relaxed);
   return made;
 }
@@ -1047,7 +1054,7 @@ void place(const at::Tensor& made, const NodePointer& node) {
 
 // The results' place in autograd's graph.
 void record(const std::shared_ptr<Call>& call, const at::Tensor& q, const at::Tensor& k,
-            const at::Tensor& v, const Beside& beside, Made& made) {
+            const at::Tensor& v, const Extras& extras, Made& made) {
   torch::autograd::edge_list edges;
   edges.reserve(3);
   for (const at::Tensor* one : {&q, &k, &v})
@@ -1060,15 +1067,15 @@ void record(const std::shared_ptr<Call>& call, const at::Tensor& q, const at::Te
     backward.keep({&q, &k, &v}, made.out, std::move(made.lse_memory));
   else
     backward.save({&q, &k, &v, &made.out, &made.lse});
-  backward.save(beside);
+  backward.save_extras(extras);
 }
 
 }  // namespace
 
 Results run(const std::shared_ptr<Call>& call, const at::Tensor& q, const at::Tensor& k,
-            const at::Tensor& v, const Beside& beside) {
-  Made made = make_forward(*call, q, k, v, beside);
-  if (call->recorded) record(call, q, k, v, beside, made);
+            const at::Tensor& v, const Extras& extras) {
+  Made made = make_forward(*call, q, k, v, extras);
+  if (call->recorded) record(call, q, k, v, extras, made);
   return {std::move(made.out), std::move(made.lse)};
 }
 
@@ -1090,43 +1097,37 @@ unsigned misalignment_of(const at::Tensor& q, const at::Tensor& k, const at::Ten
   return unsigned(address(q) | address(k) | address(v)) % 16;
 }
 
-// Everything that decides a call; false for tensors that none is known for.
+// A tensor's type, in a word.
+int64_t kind_of(const at::Tensor& tensor) {
+  const c10::Device device = tensor.device();
+  return tensor.dim() | int64_t(tensor.scalar_type()) << 8 |
+         int64_t(uint8_t(device.index())) << 16 | int64_t(device.type()) << 24;
+}
+
+// Everything that decides a call; false for tensors that none is known for. `longest`: the classes
+// of MAX_Q and MAX_K.
 bool fill_key(Key& key, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-              const Beside& beside, size_t options) {
-  key.fill(0);
-  size_t at = 0;
-  const auto add_shape = [&](const at::Tensor& tensor) {
-    const auto sizes = tensor.sizes(), strides = tensor.strides();
-    for (size_t i = 0; i < sizes.size(); ++i) {
-      key[at + i] = sizes[i];
-      key[at + 4 + i] = strides[i];
-    }
-    at += 8;
-  };
+              const Extras& extras, size_t options, int64_t longest) {
   for (const at::Tensor* tensor : {&q, &k, &v}) {
-    if (tensor->dim() > 4) return false;
-    add_shape(*tensor);
-    key[at++] = int64_t(tensor->key_set().raw_repr());
-    const c10::Device device = tensor->device();
-    key[at++] = tensor->dim() | int64_t(tensor->scalar_type()) << 8 |
-                int64_t(uint8_t(device.index())) << 16 | int64_t(device.type()) << 24;
+    if (tensor->dim() > int64_t(Extents::max)) return false;
+    key.add(int64_t(tensor->key_set().raw_repr()));
+    key.add(kind_of(*tensor));
+    key.add(*tensor);
   }
-  key[at++] = int64_t(options);
-  const bool same = beside[0].is_same(beside[1]);
-  key[at++] = misalignment_of(q, k, v) | unsigned(needs_grad(q, k, v)) << 8 |
-              unsigned(at::globalContext().deterministicAlgorithms()) << 9 | unsigned(same) << 10;
-  for (const at::Tensor& one : beside)
-    if (one.defined() && one.device() != q.device()) return false;
-  if (is_keep(beside)) {
-    const at::Tensor& keep = beside[0];
-    if (!hides_keys(keep)) return false;
-    key[at++] = 1 | keep.dim() << 8 | int64_t(address(keep) % 16) << 16;
-    add_shape(keep);
-    return true;
-  }
-  for (const at::Tensor& one : beside) {
-    if (one.defined() && !are_offsets(one)) return false;
-    key[at++] = one.defined() ? one.size(0) : 0;
+  const at::Tensor *of_queries = extras.at[CU_SEQLENS_Q], *of_keys = extras.at[CU_SEQLENS_K];
+  const bool same = of_queries != nullptr && of_keys != nullptr && of_queries->is_same(*of_keys);
+  key.add(int64_t(options));
+  key.add(longest);
+  key.add(misalignment_of(q, k, v) | unsigned(needs_grad(q, k, v)) << 8 |
+          unsigned(at::globalContext().deterministicAlgorithms()) << 9 | unsigned(same) << 10);
+  for (size_t i = 0; extras.any && i < SLOTS; ++i) {
+    if (extras.at[i] == nullptr) continue;
+    const at::Tensor& one = *extras.at[i];
+    if (!is_ordinary(one) || one.dim() > int64_t(Extents::max) || one.device() != q.device() ||
+        (c10::GradMode::is_enabled() && one.requires_grad()))
+      return false;
+    key.add(int64_t(i) << 48 | int64_t(address(one) % 16) << 32 | kind_of(one));
+    key.add(one);
   }
   return true;
 }
@@ -1154,15 +1155,43 @@ class NoGil {
 
 constexpr size_t not_known = size_t(-1);
 
-size_t find_options(const std::array<PyObject*, options_count>& values) {
+size_t find_options(const Values& values) {
   // By index, and `same` may run Python that changes the list.
   for (size_t i = 0; i < memory().options.size(); ++i) {
     const auto kept = memory().options[i].values;
     bool all = true;
-    for (size_t j = 0; all && j < options_count; ++j) all = same(kept[j], values[j]);
+    for (size_t j = 0; all && j < kept.size(); ++j) all = same(kept[j], values[j]);
     if (all) return i;
   }
   return not_known;
+}
+
+// The class of a length, as `rounded_length` of call/request.py; -1 for what is no integer.
+int64_t rounded_length(PyObject* length) {
+  constexpr long shortest = 64, longest = 1 << 20;
+  if (!PyLong_CheckExact(length)) return -1;
+  int overflow = 0;
+  const long value = PyLong_AsLongAndOverflow(length, &overflow);
+  if (overflow != 0 || value <= 0 || value > longest) return 0;
+  long bound = shortest;
+  while (bound < value) bound *= 2;
+  return bound;
+}
+
+// The options as a key and the memory have them; false for those that no call has.
+bool read_options(PyObject* form, PyObject* const* given, Values& values, int64_t& longest) {
+  std::copy_n(given, size_t(OPTIONS), values.begin());
+  const int64_t max_q = rounded_length(values[MAX_Q]), max_k = rounded_length(values[MAX_K]);
+  values[MAX_Q] = values[MAX_K] = Py_None;
+  values[OPTIONS] = form;
+  longest = max_q | max_k << 32;
+  return max_q >= 0 && max_k >= 0;
+}
+
+// Whether what tensors on a device hold is checked in every call, as operands.py says: by Python.
+bool are_checked() {
+  const char* set = std::getenv("TILEWISE_CHECK");
+  return set != nullptr && std::strcmp(set, "") != 0 && std::strcmp(set, "0") != 0;
 }
 
 // What was learnt counts no more. Calls that are under way, and graphs, keep their own. What is let
@@ -1177,40 +1206,35 @@ void forget_all() {
 
 // --- for Python ---
 
-// The arguments of `attend` behind q, k and v, in the order of tilewise.attention.
-enum Argument {
-  MASK = 3,
-  SCALE,
-  SOFTCAP,
-  ALIBI,
-  KEPT,
-  SINK,
-  SCORES,
-  OPERAND_TENSORS,
-  DROPOUT,
-  LAYOUT,
-  RETURN_LSE,
-  RETURN_MAX_LOGIT,
-  BACKEND,
-  PRECISION,
-  ARGUMENTS
-};
-
-// A call with these tensors, q, k, v and what it reads beside them, and these options; None where
-// it is not known.
-PyObject* answer(PyObject* const* tensors, size_t count,
-                 const std::array<PyObject*, options_count>& values) {
-  for (size_t i = 0; i < count; ++i)
-    if (!THPVariable_CheckExact(tensors[i])) Py_RETURN_NONE;
-  const at::Tensor &q = THPVariable_Unpack(tensors[0]), &k = THPVariable_Unpack(tensors[1]),
-                   &v = THPVariable_Unpack(tensors[2]);
+// attend(form, q, k, v, the extra tensors by slot, the options) -> the results of a call that is
+// known, or None
+PyObject* attend(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  constexpr size_t first_tensor = 1, first_slot = 4, first_option = first_slot + SLOTS;
+  if (count != Py_ssize_t(first_option + OPTIONS)) {
+    PyErr_SetString(PyExc_TypeError, "attend wants a form, q, k, v, the slots and the options");
+    return nullptr;
+  }
+  if (memory().calls.empty() || !is_enabled()) Py_RETURN_NONE;
+  for (size_t i = first_tensor; i < first_slot; ++i)
+    if (!THPVariable_CheckExact(given[i])) Py_RETURN_NONE;
+  const at::Tensor &q = THPVariable_Unpack(given[1]), &k = THPVariable_Unpack(given[2]),
+                   &v = THPVariable_Unpack(given[3]);
   if (!is_ordinary_thread() || !is_ordinary(q) || !is_ordinary(k) || !is_ordinary(v))
     Py_RETURN_NONE;
-  Beside beside;
-  for (size_t i = 3; i < count; ++i) beside[i - 3] = THPVariable_Unpack(tensors[i]);
+  Extras extras;
+  for (size_t i = 0; i < SLOTS; ++i) {
+    if (given[first_slot + i] == Py_None) continue;
+    if (!THPVariable_CheckExact(given[first_slot + i])) Py_RETURN_NONE;
+    extras.set(i, THPVariable_Unpack(given[first_slot + i]));
+  }
+  if (extras.any && are_checked()) Py_RETURN_NONE;
+  Values values;
+  int64_t longest;
+  if (!read_options(given[0], given + first_option, values, longest)) Py_RETURN_NONE;
   const size_t options = find_options(values);
   Key key;
-  if (options == not_known || !fill_key(key, q, k, v, beside, options)) Py_RETURN_NONE;
+  if (options == not_known || !fill_key(key, q, k, v, extras, options, longest)) Py_RETURN_NONE;
   const auto& known = memory().calls;
   const auto found = known.find(key);
   if (found == known.end()) Py_RETURN_NONE;
@@ -1218,47 +1242,14 @@ PyObject* answer(PyObject* const* tensors, size_t count,
   Made made;
   {
     const NoGil no_gil;
-    made = make_forward(*call, q, k, v, beside);
+    made = make_forward(*call, q, k, v, extras);
   }
   // With the GIL: newer releases take it for every tensor that is saved and that only Python held.
-  if (call->recorded) record(call, q, k, v, beside, made);
+  if (call->recorded) record(call, q, k, v, extras, made);
   if (!call->returns_lse) return THPVariable_Wrap(std::move(made.out));
   PyObject* out = THPVariable_Wrap(std::move(made.out));
   PyObject* lse = THPVariable_Wrap(std::move(made.lse));
   return Py_BuildValue("(NN)", out, lse);
-}
-
-PyObject* attend(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  if (count != ARGUMENTS) {
-    PyErr_SetString(PyExc_TypeError, "attend wants q, k, v and the arguments of attention");
-    return nullptr;
-  }
-  if (memory().calls.empty() || !is_awake() || given[ALIBI] != Py_None || given[SINK] != Py_None ||
-      given[OPERAND_TENSORS] != Py_None || given[RETURN_MAX_LOGIT] != Py_False)
-    Py_RETURN_NONE;
-  const bool keeps = given[KEPT] != Py_None;
-  if (keeps && std::getenv("TILEWISE_CHECK") != nullptr) Py_RETURN_NONE;  // Python looks at `keep`
-  const std::array<PyObject*, 4> tensors{given[0], given[1], given[2], given[KEPT]};
-  return answer(tensors.data(), keeps ? 4 : 3,
-                {given[MASK], given[SCALE], given[SOFTCAP], given[SCORES], given[DROPOUT],
-                 given[LAYOUT], given[RETURN_LSE], given[BACKEND], given[PRECISION]});
-  END_HANDLE_TH_ERRORS
-}
-
-// attend_packed(q, k, v, cu_q, cu_k, and options as `learn` is given them)
-PyObject* attend_packed(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  constexpr size_t tensors = 5;
-  if (count != Py_ssize_t(tensors + options_count)) {
-    PyErr_SetString(PyExc_TypeError, "attend_packed wants q, k, v, two offsets and the options");
-    return nullptr;
-  }
-  if (memory().calls.empty() || !is_awake()) Py_RETURN_NONE;
-  if (std::getenv("TILEWISE_CHECK") != nullptr) Py_RETURN_NONE;  // Python checks the offsets
-  std::array<PyObject*, options_count> values;
-  std::copy_n(given + tensors, options_count, values.begin());
-  return answer(given, tensors, values);
   END_HANDLE_TH_ERRORS
 }
 
@@ -1370,33 +1361,60 @@ bool read(PyObject* tuple, std::vector<Launch>& into) {
 
 bool read(PyObject* given, Recipe& into) {
   long long bytes;
-  PyObject *launches, *prepared;
-  if (!PyArg_ParseTuple(given, "LO!O", &bytes, &PyTuple_Type, &launches, &prepared)) return false;
+  PyObject *launches, *prologue, *sources;
+  if (!PyArg_ParseTuple(given, "LO!O", &bytes, &PyTuple_Type, &launches, &prologue)) return false;
   into.scratch_bytes = bytes;
   if (!read(launches, into.launches)) return false;
-  if (prepared == Py_None) return true;
-  if (!PyArg_ParseTuple(prepared, "LO!", &bytes, &PyTuple_Type, &launches)) return false;
-  into.prepared = std::make_shared<Prepared>();
-  into.prepared->bytes = bytes;
-  return read(launches, into.prepared->launches);
+  if (prologue == Py_None) return true;
+  if (!PyArg_ParseTuple(prologue, "LO!O", &bytes, &PyTuple_Type, &launches, &sources)) return false;
+  into.prologue = std::make_shared<Prologue>();
+  into.prologue->bytes = bytes;
+  std::vector<int> slots;
+  if (!read(sources, slots)) return false;
+  for (const int slot : slots) into.prologue->sources.push_back(Slot(slot));
+  if (slots.empty() || slots.size() > Prologue::max_sources) {
+    PyErr_SetString(PyExc_ValueError, "a prologue of one or two extra tensors");
+    return false;
+  }
+  return read(launches, into.prologue->launches);
 }
 
-// new_call(q, k, v, keep or None, offsets of documents or None, recipe, out, lse_sizes or None,
+// The tensors of a tuple by slot, None where there is none; false with an error set.
+bool read(PyObject* tuple, Extras& into) {
+  if (PyTuple_GET_SIZE(tuple) != SLOTS) {
+    PyErr_SetString(PyExc_ValueError, "a tensor or None for each slot");
+    return false;
+  }
+  for (size_t i = 0; i < SLOTS; ++i) {
+    PyObject* one = PyTuple_GET_ITEM(tuple, Py_ssize_t(i));
+    if (one == Py_None) continue;
+    TORCH_CHECK(THPVariable_Check(one), "extra tensors are tensors");
+    into.set(i, THPVariable_Unpack(one));
+  }
+  return true;
+}
+
+// new_call(q, k, v, slots, what the mask holds of them, recipe, out, lse_sizes or None,
 //          returns_lse, recorded, owner) -> capsule
 PyObject* new_call(PyObject*, PyObject* given) {
   HANDLE_TH_ERRORS
-  PyObject *q, *k, *v, *keep, *offsets, *recipe, *out, *lse, *owner;
+  PyObject *q, *k, *v, *slots, *held, *recipe, *out, *lse, *owner;
   int returns_lse, recorded;
-  if (!PyArg_ParseTuple(given, "OOOOOOOOppO", &q, &k, &v, &keep, &offsets, &recipe, &out, &lse,
-                        &returns_lse, &recorded, &owner))
+  if (!PyArg_ParseTuple(given, "OOOO!O!OOOppO", &q, &k, &v, &PyTuple_Type, &slots, &PyTuple_Type,
+                        &held, &recipe, &out, &lse, &returns_lse, &recorded, &owner))
     return nullptr;
   auto call = std::make_shared<Call>();
-  if (offsets != Py_None) {
-    PyObject *cu_q, *cu_k;
-    if (!PyArg_ParseTuple(offsets, "OO", &cu_q, &cu_k)) return nullptr;
-    call->held = {THPVariable_Unpack(cu_q), THPVariable_Unpack(cu_k)};
-  }
+  Extras extras, of_mask;
+  if (!read(slots, extras) || !read(held, of_mask)) return nullptr;
   if (!read(recipe, call->forward) || !read(out, call->out)) return nullptr;
+  for (size_t i = 0; i < SLOTS; ++i) {
+    if (of_mask.at[i] != nullptr) call->held.emplace_back(Slot(i), *of_mask.at[i]);
+    if (extras.at[i] == nullptr) continue;
+    const at::Tensor& one = *extras.at[i];
+    call->extras.push_back(
+        {Slot(i), shape_of(one), one.scalar_type(), unsigned(address(one) % 16)});
+  }
+  call->held_extras = extras_of(call->held);
   call->has_lse = lse != Py_None;
   if (call->has_lse) {
     std::vector<int64_t> sizes;
@@ -1410,11 +1428,6 @@ PyObject* new_call(PyObject*, PyObject* given) {
     TORCH_CHECK(THPVariable_Check(tensors[i]), "q, k and v are tensors");
     call->inputs[i] = shape_of(THPVariable_Unpack(tensors[i]));
   }
-  if (keep != Py_None) {
-    TORCH_CHECK(THPVariable_Check(keep), "keep is a tensor");
-    call->keep = shape_of(THPVariable_Unpack(keep));
-    call->keep_misalignment = address(THPVariable_Unpack(keep)) % 16;
-  }
   call->dtype = THPVariable_Unpack(q).scalar_type();
   call->device = THPVariable_Unpack(q).device();
   call->misalignment =
@@ -1425,28 +1438,29 @@ PyObject* new_call(PyObject*, PyObject* given) {
   END_HANDLE_TH_ERRORS
 }
 
-// learn(generation, q, k, v, what is read beside them or None twice, options, call) -> whether
-// calls like this one are known from now on
+// learn(generation, form, q, k, v, slots, options, call) -> whether calls like this one are known
+// from now on
 PyObject* learn(PyObject*, PyObject* given) {
   HANDLE_TH_ERRORS
   long long generation;
-  PyObject *q, *k, *v, *first, *second, *options, *capsule;
-  if (!PyArg_ParseTuple(given, "LOOOOOO!O", &generation, &q, &k, &v, &first, &second, &PyTuple_Type,
-                        &options, &capsule))
+  PyObject *form, *q, *k, *v, *slots, *options, *capsule;
+  if (!PyArg_ParseTuple(given, "LOOOOO!O!O", &generation, &form, &q, &k, &v, &PyTuple_Type, &slots,
+                        &PyTuple_Type, &options, &capsule))
     return nullptr;
   const std::shared_ptr<Call> call = call_of(capsule);
   if (call == nullptr) return nullptr;
-  TORCH_CHECK(PyTuple_GET_SIZE(options) == Py_ssize_t(options_count), "options of a call");
+  TORCH_CHECK(PyTuple_GET_SIZE(options) == OPTIONS, "options of a call");
   for (PyObject* one : {q, k, v})
     if (!THPVariable_Check(one) || !is_ordinary(THPVariable_Unpack(one))) Py_RETURN_FALSE;
-  Beside beside;
-  if (first != Py_None) beside[0] = THPVariable_Unpack(first);
-  if (second != Py_None) beside[1] = THPVariable_Unpack(second);
-  std::array<PyObject*, options_count> values;
-  for (size_t i = 0; i < options_count; ++i) values[i] = PyTuple_GET_ITEM(options, i);
+  Extras extras;
+  if (!read(slots, extras)) return nullptr;
+  Values values;
+  int64_t longest;
+  if (!read_options(form, reinterpret_cast<PyTupleObject*>(options)->ob_item, values, longest))
+    Py_RETURN_FALSE;
   Memory& known = memory();
   size_t number = find_options(values);
-  if (generation != known.generation || !is_awake()) Py_RETURN_FALSE;
+  if (generation != known.generation || !is_enabled()) Py_RETURN_FALSE;
   if (number == not_known) {
     if (known.options.size() == max_options) forget_all();
     for (PyObject* value : values) Py_INCREF(value);
@@ -1454,8 +1468,8 @@ PyObject* learn(PyObject*, PyObject* given) {
     known.options.push_back({values});
   }
   Key key;
-  if (!fill_key(key, THPVariable_Unpack(q), THPVariable_Unpack(k), THPVariable_Unpack(v), beside,
-                number))
+  if (!fill_key(key, THPVariable_Unpack(q), THPVariable_Unpack(k), THPVariable_Unpack(v), extras,
+                number, longest))
     Py_RETURN_FALSE;
   if (known.calls.size() >= max_calls) const auto gone = std::exchange(known.calls, {});
   known.calls.insert_or_assign(key, call);
@@ -1497,8 +1511,9 @@ PyObject* forget(PyObject*, PyObject*) {
 
 // In a forked child: handles of CUDA do not outlive a fork, and a lock may be held by a thread that
 // is not there. Nothing that was learnt is touched again.
-PyObject* sleep_if_used(PyObject*, PyObject*) {
-  if (memory().forwards.load() > 0 || !memory().calls.empty()) memory().asleep.store(true);
+PyObject* disable_after_fork(PyObject*, PyObject*) {
+  if (memory().forwards.load() > 0 || !memory().calls.empty())
+    memory().disabled_after_fork.store(true);
   Py_RETURN_NONE;
 }
 
@@ -1517,14 +1532,14 @@ PyObject* use_counters(PyObject*, PyObject* given) {
   Py_RETURN_NONE;
 }
 
-// begin(make_backward, say_failed)
+// begin(make_backward, raise_failed)
 PyObject* begin(PyObject*, PyObject* given) {
   PyObject *make_backward, *failed;
   if (!PyArg_ParseTuple(given, "OO", &make_backward, &failed)) return nullptr;
   Py_INCREF(make_backward);
   Py_INCREF(failed);
   Py_XSETREF(memory().make_backward, make_backward);
-  Py_XSETREF(memory().say_failed, failed);
+  Py_XSETREF(memory().raise_failed, failed);
   Py_RETURN_NONE;
 }
 
@@ -1576,8 +1591,6 @@ PyObject* counts(PyObject*, PyObject*) {
 PyMethodDef functions[] = {
     {"attend", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(attend)), METH_FASTCALL,
      nullptr},
-    {"attend_packed", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(attend_packed)),
-     METH_FASTCALL, nullptr},
     {"empty_node", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(empty_node)),
      METH_FASTCALL, nullptr},
     {"new_call", new_call, METH_VARARGS, nullptr},
@@ -1585,7 +1598,7 @@ PyMethodDef functions[] = {
     {"learn_backward", learn_backward, METH_VARARGS, nullptr},
     {"generation", generation, METH_NOARGS, nullptr},
     {"forget", forget, METH_NOARGS, nullptr},
-    {"sleep_if_used", sleep_if_used, METH_NOARGS, nullptr},
+    {"disable_after_fork", disable_after_fork, METH_NOARGS, nullptr},
     {"use_counters", use_counters, METH_VARARGS, nullptr},
     {"begin", begin, METH_VARARGS, nullptr},
     {"open_driver", open_driver, METH_NOARGS, nullptr},

@@ -29,6 +29,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace tilewise {
@@ -56,8 +57,42 @@ class Extents {
   std::array<int64_t, max> values{};
 };
 
-// What a recipe may ask the address of. CU_Q, CU_K: the offsets of packed sequences; KEEP: a tensor
-// that hides keys; PREPARED: what was made of these.
+// The tensors that a call may have in addition to q, k and v: `SLOTS` of call/request.py, and a
+// test holds the two to each other.
+enum Slot {
+  ALIBI,
+  KEEP,
+  SINK,
+  CU_SEQLENS_Q,
+  CU_SEQLENS_K,
+  SEQUSED_K,
+  LEFTPAD_K,
+  LENGTHS,
+  STARTS,
+  ROWS,
+  PAGE_TABLE,
+  SLOTS
+};
+
+// The options of a call: the fields of `Options` in call/request.py, held to them in the same way.
+enum Option {
+  MASK,
+  SCALE,
+  SOFTCAP,
+  SCORES,
+  DROPOUT,
+  RETURN_LSE,
+  RETURN_MAX_LOGIT,
+  BACKEND,
+  PRECISION,
+  MAX_Q,
+  MAX_K,
+  BATCH_INVARIANT,
+  OPTIONS
+};
+
+// What a recipe may ask the address of. PREPARED: what was made of extra tensors before; these
+// follow, in the order of their slots.
 enum Operand {
   Q,
   K,
@@ -71,10 +106,8 @@ enum Operand {
   DV,
   SCRATCH,
   PREPARED,
-  CU_Q,
-  CU_K,
-  KEEP,
-  OPERANDS
+  FIRST_SLOT,
+  OPERANDS = FIRST_SLOT + SLOTS
 };
 using Addresses = std::array<uintptr_t, OPERANDS>;
 
@@ -114,7 +147,7 @@ struct Fill {
 // The arguments of one kernel, complete, for the addresses that came last: a model gives its layers
 // the same memory in every step. Why: the tensor maps of a backward lie in some forty cache lines,
 // and on a thread that has waited each of them comes from far away.
-class Images {
+class ArgumentCache {
  public:
   struct alignas(64) Image {
     Addresses at;  // all zero: the arguments are not complete
@@ -129,21 +162,21 @@ class Images {
     expect(known[latest].image.get(), sizeof(Image) + bytes);
   }
 
-  // A thread's turn with the images, if no other thread has one.
-  class Turn {
+  // Held by a thread that uses the images, unless another thread does.
+  class Lock {
    public:
-    explicit Turn(Images& images)
-        : mine(!images.busy.exchange(true, std::memory_order_acquire)), images(images) {}
-    ~Turn() {
-      if (mine) images.busy.store(false, std::memory_order_release);
+    explicit Lock(ArgumentCache& cache)
+        : held(!cache.busy.exchange(true, std::memory_order_acquire)), cache(cache) {}
+    ~Lock() {
+      if (held) cache.busy.store(false, std::memory_order_release);
     }
-    Turn(const Turn&) = delete;
-    Turn& operator=(const Turn&) = delete;
+    Lock(const Lock&) = delete;
+    Lock& operator=(const Lock&) = delete;
 
-    const bool mine;
+    const bool held;
 
    private:
-    Images& images;
+    ArgumentCache& cache;
   };
 
  private:
@@ -165,32 +198,45 @@ struct Launch {
   bool overlap;
   size_t bytes = 0;            // of the arguments
   std::vector<Fill> counters;  // which every launch takes anew
-  mutable Images images;
+  mutable ArgumentCache images;
   std::vector<char> arguments;  // with all that no call changes
   std::vector<Fill> fills;      // all but the counters
   std::string name;
 };
 
-// What a call reads beside q, k and v: the offsets of packed sequences, of queries and of keys, or
-// a boolean tensor that hides keys, alone. Undefined are those that it does not read.
-using Beside = std::array<at::Tensor, 2>;
+// The extra tensors of a call, which belong to its caller; nullptr where it has none.
+struct Extras {
+  std::array<const at::Tensor*, SLOTS> at{};
+  bool any = false;
 
-// What a recipe makes of them before its own launches. It is kept while they are as they were: all
-// layers of a model share it.
-class Prepared {
+  void set(size_t slot, const at::Tensor& tensor) {
+    at[slot] = &tensor;
+    any = true;
+  }
+};
+
+// The same, with their owner.
+using OwnedExtras = std::vector<std::pair<Slot, at::Tensor>>;
+Extras extras_of(const OwnedExtras& owned);
+
+// What a recipe makes of extra tensors before its own launches. It is kept while they are as they
+// were: all layers of a model share it.
+class Prologue {
  public:
+  static constexpr size_t max_sources = 2;
   int64_t bytes = 0;
+  std::vector<Slot> sources;  // of what it is made
   std::vector<Launch> launches;
 
   // The memory that holds it, which the caller keeps until its own launches are enqueued.
-  at::Tensor made_of(const Beside& beside, void* stream, Addresses& addresses);
+  at::Tensor made_of(const Extras& extras, void* stream, Addresses& addresses);
 
  private:
   struct Known {
     void* stream = nullptr;
     std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> tensors;
-    std::array<uintptr_t, 2> addresses{};
-    std::array<uint32_t, 2> versions{};
+    std::array<uintptr_t, max_sources> addresses{};
+    std::array<uint32_t, max_sources> versions{};
     at::Tensor made;
   };
   static constexpr size_t kept = 8;
@@ -202,7 +248,7 @@ class Prepared {
 struct Recipe {
   int64_t scratch_bytes = 0;
   std::vector<Launch> launches;
-  std::shared_ptr<Prepared> prepared;  // or none
+  std::shared_ptr<Prologue> prologue;  // or none
 
   // Asks for what the first launch reads; to be called before memory is allocated.
   void expect_launch() const {
@@ -238,6 +284,14 @@ struct Backward {
   std::array<Shape, 3> grads;
 };
 
+// An extra tensor as the recipes of a call were made for.
+struct ExtraLook {
+  Slot slot;
+  Shape shape;
+  c10::ScalarType dtype;
+  unsigned misalignment;
+};
+
 class Call {
  public:
   ~Call();
@@ -246,14 +300,14 @@ class Call {
   Shape out, lse;
   bool has_lse = false, returns_lse = false;
   bool recorded = false;                               // by autograd
-  c10::ScalarType dtype = c10::ScalarType::Undefined;  // of all that it reads, beside offsets
+  c10::ScalarType dtype = c10::ScalarType::Undefined;  // of q, k, v, out and dout
   c10::Device device = c10::kCPU;
   unsigned misalignment = 0;  // of q, k and v together, as the recipe was made for
   std::array<Shape, 3> inputs;
-  Shape keep;  // of the tensor that hides keys, if one does
-  unsigned keep_misalignment = 0;
-  Beside held;                // offsets of documents, which the mask holds
-  PyObject* owner = nullptr;  // what Python needs to make the backwards that are not known here
+  std::vector<ExtraLook> extras;  // in the order of their slots
+  OwnedExtras held;               // offsets of documents, which the mask holds,
+  Extras held_extras;             // and the same for kernels
+  PyObject* owner = nullptr;      // what Python needs to make the backwards that are not known here
 
   int64_t lse_bytes() const { return lse.elements * int64_t(sizeof(float)); }
 
@@ -272,7 +326,7 @@ struct Results {
 // Enqueues the forward on the current stream of the tensors' device, and has autograd record it
 // where gradients will be needed. The GIL need not be held, and should not be.
 Results run(const std::shared_ptr<Call>& call, const at::Tensor& q, const at::Tensor& k,
-            const at::Tensor& v, const Beside& beside = {});
+            const at::Tensor& v, const Extras& extras = {});
 
 // Whether nothing but kernels is to see what this thread calls: no dispatch mode, no transform, no
 // trace. Autocast casts nothing here.
@@ -286,6 +340,6 @@ bool is_ordinary(const at::Tensor& tensor);
 std::shared_ptr<Call> call_of(PyObject* capsule);
 
 // Whether calls are answered here at all: not in a child of a process that had learnt some.
-bool is_awake();
+bool is_enabled();
 
 }  // namespace tilewise

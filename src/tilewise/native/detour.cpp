@@ -254,7 +254,7 @@ State& state() {
 }
 
 // Written with the GIL, read without it. A thread that reads the old number while another writes
-// the new one makes its call before the change; one that was told of the change reads the new one.
+// the new one makes its call before the change; one that learns of the change reads the new one.
 constinit std::atomic<bool> idle{true};         // nobody is governed
 constinit std::atomic<uint64_t> epoch{1};       // of what decides which rule governs a thread
 constinit std::atomic<uint64_t> generation{1};  // of what rules have decided
@@ -291,7 +291,7 @@ class Mine {
   // By a rule, and nobody else has a say.
   bool is_governed() const { return rule != nullptr && !all_to_python && !may_be_handed; }
 
-  // Finds out who governs this thread; with the GIL. False where that cannot be told.
+  // Finds out who governs this thread; with the GIL. False where that is unknown.
   bool look_around(const std::optional<Place>& now) {
     State& s = state();
     as_of = 0;
@@ -392,7 +392,7 @@ bool is_handed_something() {
 // Whether a call that looks like one that is made here is one: no transform, mode or forward-mode
 // derivative is at work on it.
 bool may_be_made(const Arguments& call) {
-  return tilewise::is_awake() && tilewise::is_ordinary_thread() &&
+  return tilewise::is_enabled() && tilewise::is_ordinary_thread() &&
          tilewise::is_ordinary(call.tensor(0)) && tilewise::is_ordinary(call.tensor(1)) &&
          tilewise::is_ordinary(call.tensor(2));
 }
