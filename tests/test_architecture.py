@@ -23,9 +23,9 @@ PACKAGE = ROOT / "src" / "tilewise"
 
 # Each layer may import those before it and itself; those at the top stand side by side.
 LAYERS = [
-    "_path", "_interrupt", "errors", "memo", "fresh", "operands", "masks", "scores", "terms", "problem", "target",
-    "partials", "jit", "native", "hook", "isolation", "backend", "plain", "triton", "torch_kernels", "engine", "plan",
-    "op", "repeated", "api", "cached", "ladder",
+    "_path", "_interrupt", "errors", "memo", "fresh", "element", "operands", "masks", "scores", "terms", "problem",
+    "target", "partials", "jit", "native", "hook", "isolation", "backend", "plain", "triton", "torch_kernels", "engine",
+    "plan", "op", "repeated", "api", "cached", "ladder",
 ]  # fmt: skip
 TOP = {"lab", "integrations"}
 # The same inside the lab: modules, then folders.

@@ -23,10 +23,11 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tilewise.errors import TilewiseError
 from tilewise.jit import Kernel, build_all, nvrtc_version
+from tilewise.jit.sass import disassemble
 from tilewise.lab.measure.compare import read_comparison
 from tilewise.lab.model import covering, launched
 from tilewise.lab.studies import bench, kept, records
@@ -39,28 +40,60 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 _DIGITS = 16
-# Of an ELF file: the place of its table of sections; the size and the number of its entries; one entry.
-_TABLE, _ENTRIES, _SECTION = (40, "<Q"), (58, "<HH"), "<IIQQQQIIQQ"
-_NOTE, _NO_BITS, _ALLOCATED = 7, 8, 2
+# Of an ELF file: the place of its table of sections; the size and the number of its entries, and which of them has the
+# names; one entry.
+_TABLE, _ENTRIES, _SECTION = (40, "<Q"), (58, "<HHH"), "<IIQQQQIIQQ"
+_SYMBOL, _RELOCATION = "<IBBHQQ", "<QIIq"
+_NO_BITS, _CODE = 8, b".text."
+# Variables, those that are constexpr among them, and the table of their addresses, which is bank 4 of the constants.
+_VARIABLES, _BANK_OF_ADDRESSES = (b".nv.global", b".nv.constant4"), "c[0x4]"
+_LOADED = (_CODE, b".nv.constant", b".nv.shared", b".nv.global", b".nv.local")
 
 
 def code_digest(kernel: Kernel) -> str:
-    """A digest of what a GPU loads: instructions, constants, and the sizes of what the kernel takes.
+    """A digest of what a kernel does: its instructions, the constants that they reach, and the resources that it takes.
 
     The names of functions, line numbers and symbols are not part of it, nor is the order of the sections, which follows
-    those names.
+    those names. The compiler keeps constexpr members of classes as variables; these count where instructions can reach
+    any variable.
     """
-    cubin = kernel.cubin
-    (start,) = struct.unpack_from(_TABLE[1], cubin, _TABLE[0])
-    size, count = struct.unpack_from(_ENTRIES[1], cubin, _ENTRIES[0])
-    sections = []
-    for place in range(start, start + size * count, size):
-        _, kind, flags, _, offset, length, _, _, alignment, _ = struct.unpack_from(_SECTION, cubin, place)
-        if flags & _ALLOCATED and kind != _NOTE:
-            content = b"" if kind == _NO_BITS else cubin[offset : offset + length]
-            sections.append(b"%d %d %d " % (kind, length, alignment) + content)
-    parts = [repr(kernel.resources).encode(), *sorted(sections)]
+    sections = _sections(kernel.cubin)
+    reached = _refers_to_variables(sections) or _BANK_OF_ADDRESSES in disassemble(kernel)
+    loaded = [
+        b"%d %d " % (section.kind, len(section.content)) + section.content
+        for section in sections
+        if section.name.startswith(_LOADED) and (reached or not section.name.startswith(_VARIABLES))
+    ]
+    parts = [repr(kernel.resources).encode(), *sorted(loaded)]
     return hashlib.sha256(b"".join(b"%d " % len(part) + part for part in parts)).hexdigest()[:_DIGITS]
+
+
+class _Section(NamedTuple):
+    """Of an ELF file. One without content in the file has as many zeros."""
+
+    name: bytes
+    kind: int
+    content: bytes
+
+
+def _sections(cubin: bytes) -> list[_Section]:
+    (start,) = struct.unpack_from(_TABLE[1], cubin, _TABLE[0])
+    size, count, names = struct.unpack_from(_ENTRIES[1], cubin, _ENTRIES[0])
+    entries = [struct.unpack_from(_SECTION, cubin, start + size * i) for i in range(count)]
+    found = []
+    for name, kind, _, _, offset, length, *_ in entries:
+        content = bytes(length) if kind == _NO_BITS else cubin[offset : offset + length]
+        found.append(_Section(cubin[entries[names][4] + name :].partition(b"\0")[0], kind, content))
+    return found
+
+
+def _refers_to_variables(sections: list[_Section]) -> bool:
+    """Whether an instruction holds the address of a variable."""
+    symbols = next(section.content for section in sections if section.name == b".symtab")
+    homes = [home for _, _, _, home, _, _ in struct.iter_unpack(_SYMBOL, symbols)]
+    relocations = [section.content for section in sections if section.name.startswith(b".rela" + _CODE)]
+    named = {symbol for content in relocations for _, _, symbol, _ in struct.iter_unpack(_RELOCATION, content)}
+    return any(homes[one] < len(sections) and sections[homes[one]].name.startswith(_VARIABLES) for one in named)
 
 
 def built(units: Iterable[Unit]) -> dict[Unit, str]:

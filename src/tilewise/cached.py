@@ -14,6 +14,7 @@ import torch
 
 from . import fresh, op
 from .api import inner_rule, rounded_length
+from .element import Element
 from .engine import append as appending
 from .engine.run import load
 from .errors import CompileError, InvalidInput
@@ -596,7 +597,7 @@ def bound_append(
     if not fits or not target.has_jit or target.capability < appending.MIN_CAPABILITY:
         return None
     sizes = appending.Sizes(
-        bf16=q.dtype == torch.bfloat16,
+        element=Element.of(q.dtype),
         batch=q.shape[0],
         heads=q.shape[2],
         heads_kv=k.shape[2],
