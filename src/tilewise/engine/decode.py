@@ -288,14 +288,14 @@ def program(problem: Problem, target: Target, config: Config) -> Program:
 def _shape(problem: Problem) -> dict[str, int]:
     if not isinstance(problem.mask, Cached):
         return shape_params(problem)
-    left, right, _ = problem.mask.inner.band(1, 1)
+    left, right, offset = problem.mask.inner.band(1, 1)
     return {
         "batch": problem.mask.sequences + 1 if problem.mask.packed else problem.batch,
         "heads_per_kv": problem.group,
         "seq_q": problem.seq_q,
         "seq_k": problem.seq_kv,
-        "band_first_shift": -left,
-        "band_end_shift": right + 1,
+        "band_first_shift": offset - left,
+        "band_end_shift": offset + right + 1,
     }
 
 
