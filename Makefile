@@ -17,7 +17,7 @@ endif
 # With REPORTS=folder every job leaves a JUnit report there.
 REPORT = $(if $(REPORTS),--junitxml=$(REPORTS)/$@.xml)
 
-.PHONY: run native wheel-native test kernel-gates thunder libraries nightly compilers newest instrument-check mutants check format golden docs site evidence evidence-check screenshots gpu-check gpu-nightly release environments clean
+.PHONY: run native wheel-native test kernel-gates thunder libraries nightly compilers newest instrument-check mutants check format golden docs site evidence evidence-check machine-code screenshots gpu-check gpu-nightly release environments clean
 
 run: $(SETUP)
 	$(PYTHON) -m tilewise inspect --shape 1,8,2048,64 --dtype float32 --mask window:256,0 --html report.html
@@ -121,6 +121,12 @@ evidence: $(SETUP)
 # Fails where a figure of README.md or docs/ is not backed by a record of the kernels as they are.
 evidence-check: $(SETUP)
 	$(PYTHON) tools/evidence.py --check
+
+# Enters the machine code of the kernels that records name, so that a change of sources that leaves it as it is leaves
+# their figures evidence. Run it before such a change and after it; AGAINST=main compares the kernels that CI compiles
+# with those of another revision instead, every Nth of them with EVERY=N.
+machine-code: $(SETUP)
+	$(PYTHON) tools/machine_code.py $(if $(AGAINST),--against $(AGAINST)) $(if $(EVERY),--every $(EVERY))
 
 # The reports as a browser shows them, for docs/microscope.md. Needs a Chromium (.ci/chromium installs one).
 screenshots: $(SETUP)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 import emulation
+from tilewise.element import Element
 from tilewise.jit import Arguments, Unit, function_for, layout_asserts, params_struct
 from tilewise.jit.launch import launch
 
@@ -89,7 +90,7 @@ _WGMMA = """
   {words}
   wgmma::hold(sums);
   wgmma::fence();
-  wgmma::{product}<columns, {bf16}>::multiply(sums, {a_operand}, b_operand, 1);
+  wgmma::{product}<columns, {element}>::multiply(sums, {a_operand}, b_operand, 1);
   wgmma::commit();
   wgmma::wait<0>();
   wgmma::hold(sums);
@@ -110,7 +111,7 @@ _MMA = """
 
 _MMA_16 = """
   const u16* column = b + lane / 4 * depth + lane % 4 * 2;
-  ptx::mma_m16n8k16<{bf16}>(sums, words, pair(column), pair(column + 8));
+  ptx::mma_m16n8k16<{element}>(sums, words, pair(column), pair(column + 8));
 """
 
 _MMA_TF32 = """
@@ -145,13 +146,13 @@ class Instruction(NamedTuple):
         return 64 * 128 + 128 * 128 if self.is_wgmma else 0
 
     def unit(self, dtype: torch.dtype, arch: str) -> Unit:
-        bf16 = {"bf16": str(dtype is BF16).lower()}
+        element = {} if dtype is TF32 else {"element": Element.of(dtype).cpp_name}
         if self.is_wgmma:
-            header, body = "sm90/wgmma.cuh", _WGMMA.format(**_WGMMA_KINDS[self.name], **bf16)
+            header, body = "sm90/wgmma.cuh", _WGMMA.format(**_WGMMA_KINDS[self.name], **element)
         elif dtype is TF32:
             header, body = "sm80/float32_ptx.cuh", _MMA.format(words="", product=_MMA_TF32.format())
         else:
-            header, body = "common/ptx.cuh", _MMA.format(words=_A_WORDS.format(), product=_MMA_16.format(**bf16))
+            header, body = "common/ptx.cuh", _MMA.format(words=_A_WORDS.format(), product=_MMA_16.format(**element))
         name = f"{self.name}_{str(dtype).removeprefix('torch.')}"
         source = _SHARED.format(
             header=header,

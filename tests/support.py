@@ -26,6 +26,7 @@ Tensor = torch.Tensor
 
 aligns = st.sampled_from(["top-left", "bottom-right"])
 sizes = st.one_of(st.none(), st.integers(0, 12))
+shifts = st.one_of(st.just(0), st.integers(-30, 30))
 
 
 @st.composite
@@ -39,8 +40,8 @@ def offsets(draw: st.DrawFn, documents: int, most: int = 8) -> tuple[int, ...]:
 
 banded_masks = st.one_of(
     st.just(Full()),
-    st.builds(Causal, aligns),
-    st.builds(Window, sizes, sizes, aligns),
+    st.builds(Causal, aligns, shifts),
+    st.builds(Window, sizes, sizes, aligns, shifts),
 )
 
 

@@ -47,6 +47,8 @@ MASKS = {
     "causal bottom-right": lambda p: Causal("bottom-right"),
     "window": lambda p: Window(4, 1),
     "window bottom-right": lambda p: Window(3, 0, "bottom-right"),
+    "causal, first rows hidden": lambda p: Causal(offset=-p.seq_q // 3),
+    "window of a shard": lambda p: Window(6, 2, "bottom-right", offset=5),
     "documents": lambda p: Documents(
         (0, p.seq_q // 3, p.seq_q // 3, p.seq_q), (0, p.seq_kv // 4, p.seq_kv // 2, p.seq_kv), Causal()
     ),

@@ -199,7 +199,7 @@ def test_packed_sequences_backward_sm80(monkeypatch, mask, deterministic):
     plain = sm80_backward.program(problem, one_slot, config)
     assert plain.launches[1].fields["pieces"] == plain.launches[1].fields["kv_tiles"]
     units = [
-        sm80_backward.preprocess_unit(config.bf16, 8, A100.arch, PACKED),
+        sm80_backward.preprocess_unit(config.element, 8, A100.arch, PACKED),
         sm80_backward.unit(config, A100.arch, (), PACKED),
         sm80_backward.postprocess_unit(config, A100.arch, PACKED),
     ]

@@ -102,6 +102,49 @@ def test_alignment_moves_the_diagonal():
     ]
 
 
+def test_an_offset_moves_the_diagonal():
+    assert picture(Causal(offset=1), 2, 4).tolist() == [[True, True, False, False], [True, True, True, False]]
+    assert picture(Causal(offset=-1), 2, 2).tolist() == [[False, False], [True, False]]
+    assert picture(Causal("bottom-right", offset=-1), 2, 4).tolist() == [
+        [True, True, False, False],
+        [True, True, True, False],
+    ]
+    assert picture(Window(1, 0, offset=2), 2, 4).tolist() == [[False, True, True, False], [False, False, True, True]]
+    assert not picture(Causal(offset=-8), 3, 3).any()
+    assert picture(Causal(offset=8), 3, 3).all()
+
+
+@given(masks_with_lengths(), st.integers(0, 24), st.integers(0, 24), st.data())
+def test_a_part_of_a_band_is_a_band(case, first_row, first_key, data):
+    mask, seq_q, seq_kv = case
+    if isinstance(mask, Documents):
+        return
+    rows = range(min(first_row, seq_q), data.draw(st.integers(min(first_row, seq_q), seq_q)))
+    keys = range(min(first_key, seq_kv), data.draw(st.integers(min(first_key, seq_kv), seq_kv)))
+    part = picture(mask, seq_q, seq_kv)[rows.start : rows.stop, keys.start : keys.stop]
+    left, right, offset = mask.band(seq_q, seq_kv)
+    sizes = (None if size >= seq_q + seq_kv + 100 else size for size in (left, right))
+    shard = Window(*sizes, offset=offset + rows.start - keys.start)
+    assert torch.equal(picture(shard, len(rows), len(keys)), part)
+
+
+@pytest.mark.parametrize(
+    ("mask", "text"),
+    [
+        (Causal(offset=5), "causal:offset=5"),
+        (Causal("bottom-right", -3), "causal:bottom-right:offset=-3"),
+        (Window(4, None, offset=-1), "window:4,inf:offset=-1"),
+        (Window(4, 0, "bottom-right", 2), "window:4,0:bottom-right:offset=2"),
+        (Documents((0, 3, 8), inner=Causal(offset=1)), "documents:0,3,8:causal:offset=1"),
+        (Packed(2, 8, 8, Causal("bottom-right", 1)), "packed:2,8,8,0:causal:bottom-right:offset=1"),
+    ],
+    ids=str,
+)
+def test_an_offset_has_a_text(mask, text):
+    assert str(mask) == text
+    assert parse(text) == mask
+
+
 def test_documents_take_tensors_and_inner_masks():
     mask = Documents(torch.tensor([0, 2, 3]), inner=Causal())
     assert mask == Documents((0, 2, 3), (0, 2, 3), Causal())
@@ -115,6 +158,10 @@ def test_documents_take_tensors_and_inner_masks():
         (lambda: Window(3, -2), "Window.right"),
         (lambda: Window(2.5), "Window.left"),
         (lambda: Causal("middle"), "mask alignment"),
+        (lambda: Causal(offset=2.5), "Causal.offset"),
+        (lambda: Window(3, offset=1 << 28 | 1), "Window.offset"),
+        (lambda: parse("causal:shift=3"), "mask"),
+        (lambda: parse("causal:middle:offset=3"), "mask alignment"),
         (lambda: Documents((1, 2)), "Documents.cu_seqlens_q"),
         (lambda: Documents((0, 3, 2)), "Documents.cu_seqlens_q"),
         (lambda: Documents((0, 3), (0, 1, 2)), "Documents.cu_seqlens_kv"),

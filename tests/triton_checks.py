@@ -23,7 +23,16 @@ from tilewise.triton import backend as triton
 
 Tensor = torch.Tensor
 SMALL, SMALL_BACKWARD = triton.Config(16, 16, 4, 1), triton.BackwardConfig(16, 16, 4, 1)
-MASKS = [Full(), Causal(), Causal("bottom-right"), Window(4, 1), Window(3, 0, "bottom-right"), Window(None, 2)]
+MASKS = [
+    Full(),
+    Causal(),
+    Causal("bottom-right"),
+    Window(4, 1),
+    Window(3, 0, "bottom-right"),
+    Window(None, 2),
+    Causal(offset=-9),
+    Window(4, 1, offset=6),
+]
 PACKED = ((21, 37), (0, 5), (1, 1), (16, 16), (9, 0), (33, 20), (2, 40))  # queries and keys of each sequence
 SHAPES: dict[str, dict[str, Any]] = {
     "grouped": {"heads_q": 4, "heads_kv": 2},

@@ -11,6 +11,7 @@ from . import fresh
 from .api import cached_request
 from .call.execute import attend, call_of, execute
 from .call.request import operands_of
+from .element import Element
 from .engine import append as appending
 from .engine.run import load
 from .errors import CompileError, InvalidInput
@@ -216,7 +217,7 @@ def bound_append(
     if not fits or not target.has_jit or target.capability < appending.MIN_CAPABILITY:
         return None
     sizes = appending.Sizes(
-        bf16=q.dtype == torch.bfloat16,
+        element=Element.of(q.dtype),
         batch=q.shape[0],
         heads=q.shape[2],
         heads_kv=k.shape[2],

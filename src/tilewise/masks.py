@@ -8,8 +8,8 @@ move left as `i` grows. Everything else follows from those two facts: the elemen
 partial, empty), the range of keys that a block of rows needs, and the number of visible pairs.
 
     Full                     every key
-    Causal(align)            keys up to the row's own position
-    Window(left, right)      keys from `left` before to `right` after the row's position; None = unlimited
+    Causal(align, offset)    keys up to the row's own position
+    Window(left, right, ...) keys from `left` before to `right` after the row's position; None = unlimited
     Documents(cu_seqlens)    packed sequences: keys of the row's own document, under an inner mask
     PrefixLM(prefix)         the first keys, and keys up to the row's own position
     KeyLengths(lengths)      so many keys of each batch, the rest being padding; always made of a tensor
@@ -17,8 +17,10 @@ partial, empty), the range of keys that a block of rows needs, and the number of
     Cached(batches, ...)     keys in a cache whose lengths travel beside the problem; what `attention_cached` makes
     Dense(shape, additive)   a tensor that travels beside the problem; nothing is known about its values here
 
-A row's position is `row + offset`: offset 0 aligns the first row with the first key (top-left, PyTorch's is_causal),
-seq_kv - seq_q aligns the last row with the last key (bottom-right, what decoding and flash-attn mean by causal).
+A row's position is its number, where the first row is aligned with the first key (top-left, PyTorch's is_causal), or
+its number plus seq_kv - seq_q, where the last row is aligned with the last key (bottom-right, what decoding and
+flash-attn mean by causal). The `offset` of a mask is added to it, and may be negative. With it one mask describes a
+part of a longer sequence: rows from `a` on and keys from `b` on of a causal sequence are Causal(offset=a - b).
 
 Masks have a text form, used by the command line, by operator arguments and in results: `parse(str(mask)) == mask`.
 """
@@ -45,6 +47,8 @@ Align = Literal["top-left", "bottom-right"]
 
 # Larger than any sequence and small enough that row + offset +- UNLIMITED fits in the kernels' 32-bit integers.
 UNLIMITED = 1 << 29
+# No sequence is longer. Larger offsets would hide keys from rows whose side of the band is unlimited.
+MAX_OFFSET = UNLIMITED // 2
 
 
 class Tile(Enum):
@@ -237,38 +241,45 @@ class Full(_Banded):
 
 @dataclass(frozen=True, slots=True)
 class Causal(_Banded):
-    """A query sees its own position and everything before it."""
+    """A query sees its own position and everything before it. Its position is moved by `offset`."""
 
     kind: ClassVar[str] = "causal"
 
     align: Align = "top-left"
+    offset: int = 0
 
     def __post_init__(self) -> None:
         _check_align(self.align)
+        _keep_offset(self, self.offset)
 
     @classmethod
     def from_text(cls, text: str) -> Causal:
-        return cls(_parse_align(text))
+        return cls(*_parse_place(text))
 
     def band(self, seq_q: int, seq_kv: int) -> Band:
-        return Band(UNLIMITED, 0, _offset(self.align, seq_q, seq_kv))
+        return Band(UNLIMITED, 0, _offset(self.align, seq_q, seq_kv) + self.offset)
 
     def __str__(self) -> str:
-        return f"causal{_align_suffix(self.align)}"
+        return f"causal{_place_suffix(self.align, self.offset)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Window(_Banded):
-    """A query sees `left` keys before its position, its own, and `right` keys after it. None = unlimited."""
+    """A query sees `left` keys before its position, its own, and `right` keys after it. None = unlimited.
+
+    Its position is moved by `offset`.
+    """
 
     kind: ClassVar[str] = "window"
 
     left: int | None
     right: int | None = 0
     align: Align = "top-left"
+    offset: int = 0
 
     def __post_init__(self) -> None:
         _check_align(self.align)
+        _keep_offset(self, self.offset)
         for name, size in (("left", self.left), ("right", self.right)):
             if size is None:
                 continue
@@ -285,17 +296,17 @@ class Window(_Banded):
 
     @classmethod
     def from_text(cls, text: str) -> Window:
-        sizes, _, align = text.partition(":")
+        sizes, _, place = text.partition(":")
         left, right = (None if size == "inf" else int(size) for size in sizes.split(","))
-        return cls(left, right, _parse_align(align))
+        return cls(left, right, *_parse_place(place))
 
     def band(self, seq_q: int, seq_kv: int) -> Band:
         left = UNLIMITED if self.left is None else self.left
         right = UNLIMITED if self.right is None else self.right
-        return Band(left, right, _offset(self.align, seq_q, seq_kv))
+        return Band(left, right, _offset(self.align, seq_q, seq_kv) + self.offset)
 
     def __str__(self) -> str:
-        return f"window:{_size_text(self.left)},{_size_text(self.right)}{_align_suffix(self.align)}"
+        return f"window:{_size_text(self.left)},{_size_text(self.right)}{_place_suffix(self.align, self.offset)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +358,7 @@ class Documents(_OfTensors):
         )
         if not same or isinstance(self.inner, Full):
             return Full()
-        return Causal() if isinstance(self.inner, Causal) else Window(self.inner.left, self.inner.right)
+        return first_aligned(self.inner)
 
     @classmethod
     def from_text(cls, text: str) -> Documents:
@@ -380,8 +391,8 @@ class Documents(_OfTensors):
         document = found.clamp(max=len(starts_q) - 2)
         begin, end = starts_kv[document], starts_kv[document + 1]
         begin = torch.where(found > document, end, begin)  # rows behind the last document, which see nothing
-        left, right, _ = self.inner.band(0, 0)
-        position = rows - starts_q[document]
+        left, right, offset = self.inner.band(0, 0)
+        position = rows - starts_q[document] + offset
         if getattr(self.inner, "align", "top-left") == "bottom-right":
             position = position + (end - begin) - (starts_q[document + 1] - starts_q[document])
         length = end - begin
@@ -700,7 +711,7 @@ class Cached(Mask):
 
 
 def parse(text: str) -> Mask:
-    """The mask a text stands for: full, causal[:bottom-right], window:LEFT,RIGHT[:bottom-right],
+    """The mask a text stands for: full, causal[:bottom-right][:offset=N], window:LEFT,RIGHT[:bottom-right][:offset=N],
     documents:0,a,b[/0,c,d][:INNER], prefix_lm:N[:bottom-right], dense:bool|additive:AxBxCxD."""
     kind, _, rest = text.strip().lower().partition(":")
     try:
@@ -709,7 +720,10 @@ def parse(text: str) -> Mask:
         if isinstance(error, InvalidInput):
             raise
     others = sorted(_KINDS.keys() - {"full", "causal", "window", "documents", "prefix_lm", "dense"})
-    known = "full, causal, causal:bottom-right, window:LEFT,RIGHT, documents:0,a,b, prefix_lm:N or dense:bool:SHAPE"
+    known = (
+        "full, causal, causal:bottom-right, causal:offset=N, window:LEFT,RIGHT, documents:0,a,b, prefix_lm:N or "
+        "dense:bool:SHAPE"
+    )
     raise InvalidInput(
         "mask",
         repr(text),
@@ -752,6 +766,35 @@ def _align_suffix(align: Align) -> str:
     return "" if align == "top-left" else f":{align}"
 
 
+def _parse_place(text: str) -> tuple[Align, int]:
+    """The alignment and the offset of a band: [bottom-right][:offset=N]."""
+    *before, last = text.split(":")
+    name, sign, number = last.partition("=")
+    if not sign:
+        return _parse_align(text), 0
+    if name != "offset":
+        raise ValueError(text)
+    return _parse_align(":".join(before)), int(number)
+
+
+def _place_suffix(align: Align, offset: int) -> str:
+    sign = "-" if offset < 0 else ""
+    return _align_suffix(align) + (f":offset={sign}{_size_text(abs(offset))}" if offset else "")
+
+
+def _keep_offset(mask: Causal | Window, given: Any) -> None:
+    whole = _whole(given)
+    if whole is None or not -MAX_OFFSET <= whole <= MAX_OFFSET:
+        raise InvalidInput(
+            f"{type(mask).__name__}.offset",
+            repr(given),
+            f"an integer from {-MAX_OFFSET} to {MAX_OFFSET}",
+            "pass by how many keys the diagonal is moved to the right; 0 leaves it where `align` puts it",
+        )
+    if whole is not given:
+        object.__setattr__(mask, "offset", whole)
+
+
 def _offset(align: Align, seq_q: int, seq_kv: int) -> int:
     return seq_kv - seq_q if align == "bottom-right" else 0
 
@@ -769,6 +812,13 @@ def _clamped_sum(n: int, start: int, high: int) -> int:
         return high * min(above, n)
     first = start + below
     return middle * first + middle * (middle - 1) // 2 + high * above
+
+
+def first_aligned(inner: Full | Causal | Window) -> Full | Causal | Window:
+    """The same band where every row is aligned with the key of its number, whatever the lengths."""
+    if isinstance(inner, Causal):
+        return Causal(offset=inner.offset)
+    return Window(inner.left, inner.right, offset=inner.offset) if isinstance(inner, Window) else inner
 
 
 def _ints(text: str) -> tuple[int, ...]:

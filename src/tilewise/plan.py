@@ -215,8 +215,8 @@ _WORTH_SKIPPING = 0.75
 
 def _is_sparse_by_structure(problem: Problem) -> bool:
     """A float32 or float64 problem under a mask that hides much and that PyTorch has no name for."""
-    mask, square = problem.mask, problem.seq_q == problem.seq_kv
-    named = isinstance(mask, Full | Dense) or (isinstance(mask, Causal) and (square or mask.align == "top-left"))
+    mask = problem.mask
+    named = isinstance(mask, Full | Dense) or (isinstance(mask, Causal) and problem.band.offset == 0)
     # Documents run apart there, each under its inner mask.
     named = named or (isinstance(mask, Documents) and isinstance(mask.inner, Full | Causal))
     visible = mask.pairs(problem.seq_q, problem.seq_kv)

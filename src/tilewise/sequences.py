@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from .errors import InvalidInput
-from .masks import Cached, Causal, Documents, Full, Packed, Window
+from .masks import Cached, Documents, Full, Packed, first_aligned
 from .operands import are_checked
 from .problem import in_memory_order
 from .terms import Dropout
@@ -372,12 +372,7 @@ def with_spans(problem: Problem) -> Problem:
     """A packed problem as one whose rows see spans of keys; `spans_of_offsets` makes what the term reads."""
     mask = problem.mask
     assert isinstance(mask, Packed)
-    hull: Full | Causal | Window = Full()
-    in_place = mask.same and not mask.padded
-    if in_place and isinstance(mask.inner, Causal):
-        hull = Causal()
-    elif in_place and isinstance(mask.inner, Window):
-        hull = Window(mask.inner.left, mask.inner.right)
+    hull = first_aligned(mask.inner) if mask.same and not mask.padded else Full()
     before = tuple(term for term in problem.scores if not term.outputs)
     return problem.with_(mask=hull, scores=(*before, Spans(), *problem.scores[len(before) :]))
 
@@ -396,8 +391,8 @@ def spans_of_offsets(problem: Problem, operands: Operands) -> dict[str, Tensor]:
     if "leftpad_k" in operands:
         begin = end.minimum(begin + operands["leftpad_k"].long()[own].clamp(min=0))
     begin = torch.where(found > own, end, begin)  # rows behind the last offset, which see nothing
-    left, right, _ = mask.inner.band(1, 1)
-    position = rows - starts_q[own]
+    left, right, offset = mask.inner.band(1, 1)
+    position = rows - starts_q[own] + offset
     if getattr(mask.inner, "align", "top-left") == "bottom-right":
         position = position + (end - begin) - (starts_q[own + 1] - starts_q[own])
     length = end - begin

@@ -135,6 +135,7 @@ def run_plain(monkeypatch, problem, tensors, target=SMALL, backend=SM90, seed=0,
         (1, 200, (2, 1), (256, 256), Full(), "rtx-4090", {"layout": "bshd"}),
         (16, 400, (4, 1), (64, 64), Causal("bottom-right"), "h200", {}),
         (3, 400, (1, 1), (64, 64), Causal(), "h200", {}),
+        (4, 300, (2, 1), (64, 64), Causal(offset=120), "h200", {}),
     ],
     ids=str,
 )

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from support import assert_close, budget, exact, make_problem
 from tilewise import Causal, Full, Window
 from tilewise.call import build
+from tilewise.element import Element
 from tilewise.engine import SM90
 from tilewise.errors import CompileError, InvalidInput
 from tilewise.jit import tuned
@@ -215,7 +216,7 @@ def test_the_search_space_is_legal_and_holds_what_ships() -> None:
         assert set(SM90.shipped(problem, H200)) <= set(space)
         assert all(config.smem_bytes <= H200.smem_per_block for config in space)
         assert all(config.ctas_per_sm * (config.smem_bytes + 1024) <= H200.smem_per_sm for config in space)
-        assert all((config.head_dim, config.bf16) == (dim, False) for config in space)
+        assert all((config.head_dim, config.element) == (dim, Element.fp16) for config in space)
     assert len(search_space(SM90, LONG, H200)) > 100
 
 

@@ -14,6 +14,7 @@ from .program import Address, Launch, Program, Stride, View
 from .source import kernel_unit
 
 if TYPE_CHECKING:
+    from ..element import Element
     from ..jit import Unit
     from ..target import Target
 
@@ -39,7 +40,7 @@ OPERANDS = (
 class Sizes(NamedTuple):
     """The sizes of a call; 0 for tensors that it does not have."""
 
-    bf16: bool
+    element: Element
     batch: int
     heads: int
     heads_kv: int
@@ -58,9 +59,9 @@ class Sizes(NamedTuple):
 
 
 @functools.cache
-def unit(bf16: bool, arch: str) -> Unit:
-    name = f"append_{'bf16' if bf16 else 'fp16'}"
-    call = f"append<{str(bf16).lower()}>"
+def unit(element: Element, arch: str) -> Unit:
+    name = f"append_{element.name}"
+    call = f"append<{element.cpp_name}>"
     check = f"append_warps == {_WARPS}"
     return kernel_unit(name, "sm80/append.cuh", call, _Params, arch, threads=32 * _WARPS, checks=(check,))
 
@@ -78,8 +79,8 @@ def program(sizes: Sizes, target: Target) -> Program:
         "rows": Address("rows") if sizes.has_rows else None,
         "page_table": Address("page_table") if sizes.page_size else None,
         "page_table_stride": Stride("page_table", 0) if sizes.page_size else 0,
-        **{name: int(getattr(sizes, name)) for name in Sizes._fields if name not in ("bf16", "has_rows")},
+        **{name: int(getattr(sizes, name)) for name in Sizes._fields if name not in ("element", "has_rows")},
     }
     rows = 2 * sizes.batch * sizes.new_keys * sizes.heads_kv + rotates * sizes.batch * sizes.queries * sizes.heads
-    launch = Launch(unit(sizes.bf16, target.arch), _Params, fields, max(1, tiles(rows, _WARPS)), 32 * _WARPS)
+    launch = Launch(unit(sizes.element, target.arch), _Params, fields, max(1, tiles(rows, _WARPS)), 32 * _WARPS)
     return Program((launch,))

@@ -35,7 +35,7 @@ class TileConfig:
     @property
     def heads_name(self: Any) -> str:
         """The part of a kernel's name that says which numbers of 16 bits and which heads it is for."""
-        numbers = f"{'bf16' if self.bf16 else 'fp16'}_" if hasattr(self, "bf16") else ""
+        numbers = f"{self.element.name}_" if hasattr(self, "element") else ""
         return f"{numbers}d{self.head_dim}x{self.head_dim_v}"
 
     @property

@@ -12,8 +12,7 @@ import ctypes
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-import torch
-
+from ..element import Element
 from ..masks import Cached, Packed
 from ..terms import Dropout, MaxLogit
 from . import rules
@@ -67,7 +66,7 @@ class Config(TileConfig):
 
     cpp_type: ClassVar[str] = "tilewise::sm80::DecodeConfig"
 
-    bf16: bool
+    element: Element
     head_dim: int
     head_dim_v: int
     warps: int
@@ -158,7 +157,7 @@ def configs(problem: Problem, target: Target) -> list[Config]:
     two CTAs per multiprocessor, do not leave.
     """
     cached = isinstance(problem.mask, Cached)
-    facts = {"has_terms": bool(problem.scores), "bf16": problem.dtype is torch.bfloat16}
+    facts = {"has_terms": bool(problem.scores), "element": Element.of(problem.dtype)}
     table = rules.rows("sm80", "decode", rules.class_of(problem), has_terms=bool(problem.scores))
     made = [rules.from_row(Config, row, **facts) for row in table if cached in row.get("cached", (False, True))]
     found = [config for config in made if config.fits(target)]
@@ -288,14 +287,14 @@ def program(problem: Problem, target: Target, config: Config) -> Program:
 def _shape(problem: Problem) -> dict[str, int]:
     if not isinstance(problem.mask, Cached):
         return shape_params(problem)
-    left, right, _ = problem.mask.inner.band(1, 1)
+    left, right, offset = problem.mask.inner.band(1, 1)
     return {
         "batch": problem.mask.sequences + 1 if problem.mask.packed else problem.batch,
         "heads_per_kv": problem.group,
         "seq_q": problem.seq_q,
         "seq_k": problem.seq_kv,
-        "band_first_shift": -left,
-        "band_end_shift": right + 1,
+        "band_first_shift": offset - left,
+        "band_end_shift": offset + right + 1,
     }
 
 

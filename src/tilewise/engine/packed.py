@@ -192,10 +192,10 @@ def _section_keys(problem: Problem, target: Target, block_kv: int, by_keys: bool
 
 
 def band_fields(mask: Packed) -> dict[str, int]:
-    """The band of a sequence whose first query stands at its first key, and whether the last ones do so instead."""
-    left, right, _ = mask.inner.band(1, 1)
+    """The band of a sequence whose first query is aligned with its first key, and whether the last ones are instead."""
+    left, right, offset = mask.inner.band(1, 1)
     aligned = getattr(mask.inner, "align", "top-left") == "bottom-right"
-    return {"band_first_shift": -left, "band_end_shift": right + 1, "ends_aligned": int(aligned)}
+    return {"band_first_shift": offset - left, "band_end_shift": offset + right + 1, "ends_aligned": int(aligned)}
 
 
 def undivided(problem: Problem, table: Table, slots: int) -> Division:

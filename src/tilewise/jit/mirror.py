@@ -30,7 +30,8 @@ def cpp_literal(value: Any) -> str:
     """The C++ literal of a dataclass instance: `ns::Config{.block_q = 128, .causal = true}`.
 
     The dataclass names its C++ aggregate in a class variable `cpp_type`. Fields may be bool, int, float (finite),
-    int-valued enums, or such dataclasses in turn; floats are written in hexadecimal and arrive bit for bit.
+    enums whose members have a `cpp_name` or are ints, or such dataclasses in turn; floats are written in hexadecimal
+    and arrive bit for bit.
     """
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return _scalar_literal(value)
@@ -56,6 +57,8 @@ def cpp_constant(name: str, config: Any) -> str:
 
 def _scalar_literal(value: Any) -> str:
     if isinstance(value, enum.Enum):
+        if hasattr(value, "cpp_name"):
+            return str(value.cpp_name)
         value = value.value
     if isinstance(value, bool):
         return "true" if value else "false"

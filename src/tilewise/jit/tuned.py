@@ -29,6 +29,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..element import Element, from_number
 from ..memo import invalidate
 from . import cache, trust
 from .compile import KERNELS
@@ -42,7 +43,7 @@ NONE = "none"
 REACH = 2.0  # an entry serves sizes up to this factor away from its own
 _FORMAT = 1
 _MAX_SIZE = 1 << 62  # of what an entry was measured at
-_FIELD_TYPES = {"int": int, "bool": bool}
+_FIELD_TYPES = {"int": int, "bool": bool, "Element": int}
 _Config = TypeVar("_Config")
 _Place = tuple["Path | None", int]  # of an entry: its file, and its number there
 
@@ -93,7 +94,7 @@ def find(
         place = (path, -number)
         wrong = _wrong_fields(entry["config"], config)
         if not wrong:
-            made = config(**entry["config"])
+            made = _made(config, entry["config"])
             if is_legal(made):
                 _served[made] = place
                 return entry
@@ -104,7 +105,7 @@ def find(
 
 def first(entry: Mapping[str, Any] | None, config: type[_Config], shipped: list[_Config]) -> list[_Config]:
     """Configs, best first: the entry's, then those that ship."""
-    return shipped if entry is None else list(dict.fromkeys([config(**entry["config"]), *shipped]))
+    return shipped if entry is None else list(dict.fromkeys([_made(config, entry["config"]), *shipped]))
 
 
 def does_not_build(config: Any, why: str) -> bool:
@@ -130,7 +131,15 @@ def _wrong_fields(values: Mapping[str, Any], config: type[Any]) -> str:
     if values.keys() != types.keys():
         return f"its config has the fields {sorted(values)}, not {sorted(types)}"
     wrong = [f"{name} = {values[name]!r:.40}" for name, kind in types.items() if type(values[name]) is not kind]
+    elements = [field.name for field in dataclasses.fields(config) if str(field.type) == "Element"]
+    wrong += [f"{name} = {values[name]!r:.40}" for name in elements if values[name] not in [*Element]]
     return f"its config has {', '.join(wrong)}" if wrong else ""
+
+
+def _made(config: type[_Config], values: Mapping[str, Any]) -> _Config:
+    """The config of an entry whose fields are not wrong."""
+    fields = dataclasses.fields(config)  # type: ignore[arg-type]
+    return config(**{field.name: from_number(str(field.type), values[field.name]) for field in fields})
 
 
 def write(backend: str, device: str, entry: dict[str, Any]) -> Path | None:

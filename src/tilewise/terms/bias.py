@@ -77,7 +77,7 @@ class Bias(Learner):
             return ""
         learned = ("added" if self.over else "stored") if self.learned else "no"
         paired = str(self.paired).lower()
-        number = f"tilewise::Number::{CPP_NUMBERS[self.number]}"
+        number = f"tilewise::Element::{CPP_NUMBERS[self.number]}"
         return f"{self.struct}<{number}, {paired}, tilewise::Learned::{learned}>"
 
     @property

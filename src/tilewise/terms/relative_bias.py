@@ -79,7 +79,7 @@ class RelativeBias(Learner):
     def cpp_type(self, *, precise: bool) -> str:
         if self.number not in CPP_NUMBERS:
             return ""
-        return f"{self.struct}<tilewise::Number::{CPP_NUMBERS[self.number]}, {str(self.learned).lower()}>"
+        return f"{self.struct}<tilewise::Element::{CPP_NUMBERS[self.number]}, {str(self.learned).lower()}>"
 
     @property
     def cpp_source(self) -> str:

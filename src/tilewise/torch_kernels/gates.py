@@ -66,8 +66,10 @@ def mask_kind(problem: Problem) -> MaskKind:
     if isinstance(mask, Full) or (isinstance(mask, Window) and mask.left is None and mask.right is None):
         return "none"
     if isinstance(mask, Causal):
-        square = problem.seq_q == problem.seq_kv
-        return "causal" if square or mask.align == "top-left" else "bottom-right"
+        offset = mask.band(problem.seq_q, problem.seq_kv).offset
+        if offset == 0:
+            return "causal"
+        return "bottom-right" if offset == problem.seq_kv - problem.seq_q else "tensor"
     return "tensor"
 
 

@@ -30,9 +30,9 @@ def mask_of(problem: Problem) -> Packed | None:
 
 
 def band(mask: Packed) -> tuple[int, int]:
-    """(first, end) of a sequence whose first query stands at its first key."""
-    left, right, _ = mask.inner.band(1, 1)
-    return -left, right + 1
+    """(first, end) of a sequence whose first query is aligned with its first key."""
+    left, right, offset = mask.inner.band(1, 1)
+    return offset - left, offset + right + 1
 
 
 def room(problem: Problem, block: int, *, of_keys: bool) -> int:

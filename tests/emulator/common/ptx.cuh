@@ -3,6 +3,8 @@
 
 #include <map>
 
+#include "element.cuh"
+
 namespace tilewise::ptx {
 
 using u16 = unsigned short;
@@ -35,46 +37,47 @@ inline float ex2(float x) { return exp2f(x); }
 inline void fma_where(bool condition, float& to, float a, float b, float c) {
   if (condition) to = fmaf(a, b, c);
 }
-inline u16 rounded(float x, bool bf16) {
-  if (!bf16) return __builtin_bit_cast(u16, static_cast<_Float16>(x));
+inline u16 rounded(float x, Element element) {
+  if (element != Element::bf16) return __builtin_bit_cast(u16, static_cast<_Float16>(x));
   const u32 bits = __builtin_bit_cast(u32, x);
   if (x != x) return static_cast<u16>(bits >> 16 | 0x40);
   return static_cast<u16>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
-inline float widened(u16 x, bool bf16) {
-  return bf16 ? __builtin_bit_cast(float, static_cast<u32>(x) << 16)
-              : static_cast<float>(__builtin_bit_cast(_Float16, x));
+inline float widened(u16 x, Element element) {
+  return element == Element::bf16 ? __builtin_bit_cast(float, static_cast<u32>(x) << 16)
+                                  : static_cast<float>(__builtin_bit_cast(_Float16, x));
 }
-constexpr int min_exponent(bool bf16) {
-  return bf16 ? tensor_core::float_min_exponent : tensor_core::half_min_exponent;
+constexpr int min_exponent(Element element) {
+  return element == Element::bf16 ? tensor_core::float_min_exponent
+                                  : tensor_core::half_min_exponent;
 }
-template <bool bf16>
+template <Element element>
 inline u32 pack(float low, float high) {
-  return static_cast<u32>(rounded(high, bf16)) << 16 | rounded(low, bf16);
+  return static_cast<u32>(rounded(high, element)) << 16 | rounded(low, element);
 }
-template <bool bf16>
+template <Element element>
 inline float unpack_low(u32 packed) {
-  return widened(static_cast<u16>(packed), bf16);
+  return widened(static_cast<u16>(packed), element);
 }
-template <bool bf16>
+template <Element element>
 inline float unpack_high(u32 packed) {
-  return widened(static_cast<u16>(packed >> 16), bf16);
+  return widened(static_cast<u16>(packed >> 16), element);
 }
 
 inline u32 not_at_least(u32 x, u32 y) {
   u32 ones = 0;
   for (int h = 0; h < 2; ++h) {
-    const float a = widened(static_cast<u16>(x >> 16 * h), false);
-    const float b = widened(static_cast<u16>(y >> 16 * h), false);
+    const float a = widened(static_cast<u16>(x >> 16 * h), Element::fp16);
+    const float b = widened(static_cast<u16>(y >> 16 * h), Element::fp16);
     if (!(a >= b)) ones |= 0xffffu << 16 * h;
   }
   return ones;
 }
-template <bool bf16>
+template <Element element>
 inline u32 at_least_zero(u32 x) {
   u32 y = 0;
   for (int h = 0; h < 2; ++h)
-    if (widened(static_cast<u16>(x >> 16 * h), bf16) > 0.0f) y |= x & 0xffffu << 16 * h;
+    if (widened(static_cast<u16>(x >> 16 * h), element) > 0.0f) y |= x & 0xffffu << 16 * h;
   return y;
 }
 struct Halves {
@@ -84,13 +87,13 @@ inline Halves multiply_wide(u32 x, u32 y) {
   const u64 product = static_cast<u64>(x) * y;
   return {static_cast<u32>(product), static_cast<u32>(product >> 32)};
 }
-template <bool bf16>
+template <Element element>
 inline u32 add_zero_times(u32 x, u32 sum) {
   u32 y = 0;
   for (int h = 0; h < 2; ++h) {
-    const float product = widened(static_cast<u16>(x >> 16 * h), bf16) * 0.0f;
-    const float added = product + widened(static_cast<u16>(sum >> 16 * h), bf16);
-    y |= static_cast<u32>(rounded(added, bf16)) << 16 * h;
+    const float product = widened(static_cast<u16>(x >> 16 * h), element) * 0.0f;
+    const float added = product + widened(static_cast<u16>(sum >> 16 * h), element);
+    y |= static_cast<u32>(rounded(added, element)) << 16 * h;
   }
   return y;
 }
@@ -158,11 +161,11 @@ inline void load_matrices(u32 address, u32 (&m)[4], bool transposed) {
 inline void ldmatrix_x4(u32 address, u32 (&m)[4]) { load_matrices(address, m, false); }
 inline void ldmatrix_x4_trans(u32 address, u32 (&m)[4]) { load_matrices(address, m, true); }
 
-template <bool bf16>
+template <Element element>
 inline void mma_m16n8k16(float* c, const u32 (&a)[4], u32 b0, u32 b1) {
-  auto half = [](u32 word, int h) { return widened(static_cast<u16>(word >> 16 * h), bf16); };
+  auto half = [](u32 word, int h) { return widened(static_cast<u16>(word >> 16 * h), element); };
   warp_product<16>(
-      c, a, b0, b1, min_exponent(bf16),
+      c, a, b0, b1, min_exponent(element),
       [=](const Lanes& lanes, int row, int k) {
         return half(lanes[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], k % 2);
       },

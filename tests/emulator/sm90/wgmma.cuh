@@ -70,30 +70,30 @@ struct Operand {
         stride(static_cast<u32>(descriptor >> 32 & 0x3fff) << 4) {
     if (descriptor >> 62 != 1) model::fail("a descriptor without the 128-byte swizzle");
   }
-  float at(u32 address, bool bf16) const {
+  float at(u32 address, Element element) const {
     if (address >= model::shared_bytes)
       model::fail("a product reads past the end of shared memory");
     u16 x;
     std::memcpy(&x, model::async_shared + ptx::swizzled(address), 2);
-    return ptx::widened(x, bf16);
+    return ptx::widened(x, element);
   }
-  float k_major(int row, int k, bool bf16) const {
-    return at(start + row / 8 * stride + row % 8 * 128 + k * 2, bf16);
+  float k_major(int row, int k, Element element) const {
+    return at(start + row / 8 * stride + row % 8 * 128 + k * 2, element);
   }
-  float mn_major(int k, int n, bool bf16) const {
-    return at(start + n / 64 * leading + k / 8 * stride + k % 8 * 128 + n % 64 * 2, bf16);
+  float mn_major(int k, int n, Element element) const {
+    return at(start + n / 64 * leading + k / 8 * stride + k % 8 * 128 + n % 64 * 2, element);
   }
 };
 
 // An element of A from the registers of a thread: word 2 (k / 8) + (row % 16) / 8 of lane
 // 4 (row % 8) + (k % 8) / 2.
-inline float from_registers(const std::vector<Issued>& issued, int row, int k, bool bf16) {
+inline float from_registers(const std::vector<Issued>& issued, int row, int k, Element element) {
   const Issued& thread = issued[row / 16 * 32 + row % 8 * 4 + k % 8 / 2];
   const u32 word = thread.registers[k / 8 * 2 + row % 16 / 8];
-  return ptx::widened(static_cast<u16>(k % 2 ? word >> 16 : word), bf16);
+  return ptx::widened(static_cast<u16>(k % 2 ? word >> 16 : word), element);
 }
 
-inline void multiply_now(const std::vector<Issued>& issued, int n, bool bf16, bool transposed,
+inline void multiply_now(const std::vector<Issued>& issued, int n, Element element, bool transposed,
                          bool a_transposed) {
   const bool in_registers = issued[0].registers != nullptr;
   const Operand a(in_registers ? issued[0].b : issued[0].a), b(issued[0].b);
@@ -103,11 +103,12 @@ inline void multiply_now(const std::vector<Issued>& issued, int n, bool bf16, bo
   float rows[64][16], columns[256][16], sums[64 * 256];
   for (int k = 0; k < 16; ++k) {
     for (int row = 0; row < 64; ++row)
-      rows[row][k] = in_registers   ? from_registers(issued, row, k, bf16)
-                     : a_transposed ? a.mn_major(k, row, bf16)
-                                    : a.k_major(row, k, bf16);
+      rows[row][k] = in_registers   ? from_registers(issued, row, k, element)
+                     : a_transposed ? a.mn_major(k, row, element)
+                                    : a.k_major(row, k, element);
     for (int column = 0; column < n; ++column)
-      columns[column][k] = transposed ? b.mn_major(k, column, bf16) : b.k_major(column, k, bf16);
+      columns[column][k] =
+          transposed ? b.mn_major(k, column, element) : b.k_major(column, k, element);
   }
   auto over_sums = [&](auto visit) {
     for (int thread = 0; thread < 128; ++thread)
@@ -118,12 +119,12 @@ inline void multiply_now(const std::vector<Issued>& issued, int n, bool bf16, bo
   };
   over_sums([](const Issued& one, int i, float& sum) { sum = one.accumulate ? one.d[i] : 0.0f; });
   tensor_core::multiply(
-      {64, n, 16, ptx::min_exponent(bf16), model::products_of.fraction_bits, /*steps=*/1}, rows[0],
-      columns[0], sums);
+      {64, n, 16, ptx::min_exponent(element), model::products_of.fraction_bits, /*steps=*/1},
+      rows[0], columns[0], sums);
   over_sums([](const Issued& one, int i, float sum) { one.d[i] = sum; });
 }
 
-inline void issue(float* d, u64 a, u64 b, bool accumulate, int n, bool bf16, bool transposed,
+inline void issue(float* d, u64 a, u64 b, bool accumulate, int n, Element element, bool transposed,
                   bool a_transposed = false, const u32* registers = nullptr) {
   const int group = model::self().index / 128;
   Warpgroup& here = mine();
@@ -142,26 +143,26 @@ inline void issue(float* d, u64 a, u64 b, bool accumulate, int n, bool bf16, boo
           all.push_back(each.issued.front());
           each.issued.pop_front();
         }
-        multiply_now(all, n, bf16, transposed, a_transposed);
+        multiply_now(all, n, element, transposed, a_transposed);
         ++here.done;
       },
       [=, &here] { return here.issuers[number] == 128; });
 }
 
-template <int n, bool bf16>
+template <int n, Element element>
 struct Product {
   static void multiply(float (&d)[n / 2], u64 a, u64 b, int accumulate) {
-    issue(d, a, b, accumulate, n, bf16, false);
+    issue(d, a, b, accumulate, n, element, false);
   }
   static void multiply(float (&d)[n / 2], const u32 (&a)[4], u64 b, int accumulate) {
-    issue(d, 0, b, accumulate, n, bf16, true, false, a);
+    issue(d, 0, b, accumulate, n, element, true, false, a);
   }
 };
 
-template <int n, bool bf16>
+template <int n, Element element>
 struct TransposedProduct {
   static void multiply(float (&d)[n / 2], u64 a, u64 b, int accumulate) {
-    issue(d, a, b, accumulate, n, bf16, true, true);
+    issue(d, a, b, accumulate, n, element, true, true);
   }
 };
 
@@ -169,4 +170,6 @@ struct TransposedProduct {
 
 // A K-major, B MN-major; adds.
 #define TW_LADDER_SS(n, type, a, b, c) \
-  tilewise::wgmma::issue(d, a_desc, b_desc, true, n, std::string(type) == "bf16", true)
+  tilewise::wgmma::issue(              \
+      d, a_desc, b_desc, true, n,      \
+      std::string(type) == "bf16" ? tilewise::Element::bf16 : tilewise::Element::fp16, true)

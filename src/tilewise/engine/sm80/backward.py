@@ -11,8 +11,7 @@ import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-
+from ...element import Element
 from ...masks import Causal, Packed
 from ...operands import ALL, INPUTS
 from .. import division, packed, rules
@@ -44,7 +43,7 @@ class Config(shared.TileConfig):
 
     cpp_type: ClassVar[str] = "tilewise::sm80::BackwardConfig"
 
-    bf16: bool
+    element: Element
     head_dim: int
     head_dim_v: int
     block_q: int
@@ -90,22 +89,22 @@ SEARCHED = {
 
 def configs(problem: Problem, target: Target) -> list[Config]:
     """Legal configs that fit the target, best first."""
-    facts = {"has_terms": not rules.fits_plain_tiles(problem, "sm80"), "bf16": problem.dtype is torch.bfloat16}
-    return fitting(Config, "backward", problem, target, **facts)
+    has_terms = not rules.fits_plain_tiles(problem, "sm80")
+    return fitting(Config, "backward", problem, target, has_terms=has_terms, element=Element.of(problem.dtype))
 
 
-def fitting(made: Any, section: str, problem: Problem, target: Target, **facts: bool) -> list[Any]:
+def fitting(made: Any, section: str, problem: Problem, target: Target, **facts: Any) -> list[Any]:
     """`configs` for any backward of this folder."""
     facts |= {"vector_sums": target.capability >= shared.VECTOR_SUMS_FROM, "makes_dkv": True}
     return [config for _, config in shared.fitting(made, section, problem, target, **facts)]
 
 
 @functools.cache
-def preprocess_unit(bf16: bool, lanes: int, arch: str, extents: Extents = BATCHED) -> Unit:
+def preprocess_unit(element: Element, lanes: int, arch: str, extents: Extents = BATCHED) -> Unit:
     return kernel_unit(
-        f"preprocess_{'bf16' if bf16 else 'fp16'}_{lanes}_of_32{extents.suffix}",
+        f"preprocess_{element.name}_{lanes}_of_32{extents.suffix}",
         "sm80/backward_edges.cuh",
-        f"preprocess<{str(bf16).lower()}, {lanes}, Extents>",
+        f"preprocess<{element.cpp_name}, {lanes}, Extents>",
         _PreprocessParams,
         arch,
         extents=extents,
@@ -204,7 +203,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
     arch, main_extents = target.arch, extents if table is not None else tile_map.extents
     kernel = unit(config, arch, problem.scores, main_extents)
     params = tile_map.extents.params(params_for(problem, _MainParams))
-    pre = preprocess_unit(config.bf16, _LANES[config.head_dim_v], arch, extents)
+    pre = preprocess_unit(config.element, _LANES[config.head_dim_v], arch, extents)
     launches = [
         Launch(pre, _PreprocessParams, preprocess, pairs * rows // EDGE_ROWS, EDGE_THREADS),
         Launch(kernel, params, main, divided.grid, config.threads),

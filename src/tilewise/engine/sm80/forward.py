@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-
+from ...element import Element
 from ...masks import Causal, Full, Packed
 from .. import packed, rules
 from ..extents import forward_fields
@@ -38,7 +37,7 @@ class Config(shared.TileConfig):
 
     cpp_type: ClassVar[str] = "tilewise::sm80::Config"
 
-    bf16: bool
+    element: Element
     head_dim: int
     head_dim_v: int
     warps: int
@@ -89,9 +88,9 @@ def configs(problem: Problem, target: Target) -> list[Config]:
     A row with smaller tiles than usual may be for problems only that it spreads over the multiprocessors in one wave
     (`one_wave`).
     """
-    facts = {"has_terms": _roomy(problem), "bf16": problem.dtype is torch.bfloat16}
     small, fitting = [], []
-    for row, ships in shared.fitting(Config, "forward", problem, target, **facts):
+    element = Element.of(problem.dtype)
+    for row, ships in shared.fitting(Config, "forward", problem, target, has_terms=_roomy(problem), element=element):
         needed = ships.held_registers + _OTHER_REGISTERS + rules.forward_registers(problem)
         narrow = rules.forward_registers(problem) and needed > ships.register_limit
         config = replace(ships, block_kv=min(ships.block_kv, 32)) if narrow else ships

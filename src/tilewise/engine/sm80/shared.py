@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .. import config, rules
 
@@ -33,7 +33,7 @@ _Config = TypeVar("_Config", bound=TileConfig)
 
 
 def fitting(
-    made: type[_Config], section: str, problem: Problem, target: Target, *, has_terms: bool, **facts: bool
+    made: type[_Config], section: str, problem: Problem, target: Target, *, has_terms: bool, **facts: Any
 ) -> list[tuple[rules.Row, _Config]]:
     """The rows of a section of the table whose configs fit the target, best first."""
     rows = rules.rows("sm80", section, rules.class_of(problem), has_terms)

@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-
+from ...element import Element
 from ...masks import UNLIMITED, Causal, Packed
 from ...operands import ALL
 from ...terms import Sink
@@ -78,7 +77,7 @@ class Config(WarpgroupConfig):
     threads: ClassVar[int] = 512
     ctas_per_sm: ClassVar[int] = 1
 
-    bf16: bool
+    element: Element
     head_dim: int
     head_dim_v: int
     block_q: int
@@ -102,7 +101,7 @@ class Config(WarpgroupConfig):
     @property
     def weight_factor(self) -> float:
         """What all weights are raised by, so that truncating them to bf16 is right on average."""
-        return 1.0 + TRUNCATION_BIAS if self.bf16 and self.warpgroups_own_keys else 1.0
+        return 1.0 + TRUNCATION_BIAS if self.element is Element.bf16 and self.warpgroups_own_keys else 1.0
 
     @property
     def smem_bytes(self) -> int:
@@ -146,7 +145,7 @@ def configs(problem: Problem, target: Target) -> list[Config]:
     others = [row for row in rows if not row.get("bias_stages")]
     rows = [*_ordered(own, staged(problem)), *_ordered(others, problem)]
     facts = {
-        "bf16": problem.dtype is torch.bfloat16,
+        "element": Element.of(problem.dtype),
         "makes_dq": True,
         "makes_dkv": True,
         "bias_stages": 0,
@@ -166,7 +165,12 @@ def _ordered(rows: list[rules.Row], problem: Problem) -> list[rules.Row]:
 
 @functools.cache
 def preprocess_unit(
-    bf16: bool, lanes: int, rows: int, extents: Extents = BATCHED, line: Term | None = None, skips_blind: bool = False
+    element: Element,
+    lanes: int,
+    rows: int,
+    extents: Extents = BATCHED,
+    line: Term | None = None,
+    skips_blind: bool = False,
 ) -> Unit:
     """The kernel that makes the row terms of a tile of so many rows per block, with what the `line` of a term adds.
 
@@ -176,9 +180,9 @@ def preprocess_unit(
     of_line = "" if policy is None else policy.suffix
     more = f", {'tilewise::Scores<>' if policy is None else 'Policy'}{', true' * skips_blind}"
     return kernel_unit(
-        f"preprocess_{'bf16' if bf16 else 'fp16'}_{lanes}_q{rows}{of_line}{'_skipping' * skips_blind}{extents.suffix}",
+        f"preprocess_{element.name}_{lanes}_q{rows}{of_line}{'_skipping' * skips_blind}{extents.suffix}",
         "sm90/backward_edges.cuh",
-        f"preprocess<{str(bf16).lower()}, {lanes}, {rows}, Extents{more if skips_blind or policy is not None else ''}>",
+        f"preprocess<{element.cpp_name}, {lanes}, {rows}, Extents{more if skips_blind or policy is not None else ''}>",
         _PreprocessParams,
         ARCH,
         policy=policy,
@@ -189,11 +193,11 @@ def preprocess_unit(
 
 
 @functools.cache
-def postprocess_unit(bf16: bool, extents: Extents = BATCHED, skips_blind: bool = False) -> Unit:
+def postprocess_unit(element: Element, extents: Extents = BATCHED, skips_blind: bool = False) -> Unit:
     return kernel_unit(
-        f"postprocess_{'bf16' if bf16 else 'fp16'}{'_skipping' * skips_blind}{extents.suffix}",
+        f"postprocess_{element.name}{'_skipping' * skips_blind}{extents.suffix}",
         "sm90/backward_edges.cuh",
-        f"postprocess<{str(bf16).lower()}, Extents{', true' * skips_blind}>",
+        f"postprocess<{element.cpp_name}, Extents{', true' * skips_blind}>",
         _PostprocessParams,
         ARCH,
         extents=extents,
@@ -347,14 +351,14 @@ def _program(problem: Problem, target: Target, config: Config, wants: Wants) -> 
     lanes, kernel = _LANES[config.head_dim_v], unit(config, ARCH, problem.scores, main_extents)
     params = tile_map.extents.params(params_for(problem, _MainParams))
     pre_params = _PreprocessParams if line is None else Policy((line,)).params(_PreprocessParams)
-    prepare = preprocess_unit(config.bf16, lanes, config.block_q, extents, line, tile_map.is_used)
+    prepare = preprocess_unit(config.element, lanes, config.block_q, extents, line, tile_map.is_used)
     launches = []
     if not config.makes_row_terms:
         launches.append(Launch(prepare, pre_params, preprocess, pairs * q_tiles, EDGE_THREADS))
     if wants & ALL or any(term.learned_tensors and not isinstance(term, Sink) for term in problem.scores):
         launches.append(Launch(kernel, params, main, divided.grid, config.threads, overlap=bool(launches)))
     if unordered:
-        post = postprocess_unit(config.bf16, extents, tile_map.is_used)
+        post = postprocess_unit(config.element, extents, tile_map.is_used)
         blocks = pairs * rows // EDGE_ROWS
         launches.append(Launch(post, _PostprocessParams, postprocess, blocks, EDGE_THREADS, overlap=True))
     launches += edge_launches(problem, ARCH, scratch.address("start_dp"), rows, 1.0 / kept_weight)

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-
+from ...element import Element
 from ...operands import SCORE_DIMS, Sums
 from ...terms.keep import Keep, PackedKeep
 from ..extents import BATCHED, shape_params
@@ -43,7 +42,7 @@ class Config(WarpgroupConfig):
     block_q: ClassVar[int] = _TILE
     block_kv: ClassVar[int] = _TILE
 
-    bf16: bool
+    element: Element
     head_dim: int
     head_dim_v: int
     slots: int
@@ -89,7 +88,7 @@ def launch(problem: Problem, target: Target, rows: dict[str, Any], row_count: in
     """`rows` are the row terms `start_s` and `start_dp`, `row_count` per head; `factors` are numbers that it reads."""
     problem = _without_a_map(learning(problem, ()))
     over, dims = _bias(problem).over, class_of(problem)
-    config = Config(problem.dtype is torch.bfloat16, *dims, _SLOTS[max(dims)])
+    config = Config(Element.of(problem.dtype), *dims, _SLOTS[max(dims)])
     shared = (problem.batch if "batch" in over else 1, problem.heads_q if "head" in over else 1)
     q_tiles, kv_tiles = tiles(problem.seq_q, _TILE), tiles(problem.seq_kv, _TILE)
     fields = {

@@ -11,8 +11,7 @@ import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-
+from ...element import Element
 from ...masks import Causal, Full, Packed, Window
 from .. import packed, rules
 from ..extents import forward_fields
@@ -48,7 +47,7 @@ class Config(ForwardConfig):
 
     cpp_type: ClassVar[str] = "tilewise::sm90::Config"
 
-    bf16: bool
+    element: Element
     head_dim: int
     head_dim_v: int
     consumers: int
@@ -170,15 +169,15 @@ def for_any_length(problem: Problem, target: Target) -> list[Config]:
 
 def _ships(problem: Problem) -> list[tuple[rules.Row, Config]]:
     """The rows of the table for such heads and masks."""
-    kind, bf16 = _mask_kind(problem), problem.dtype is torch.bfloat16
+    kind, element = _mask_kind(problem), Element.of(problem.dtype)
     rows = rules.rows("sm90", "forward", _class_of(problem), _roomy(problem))
     kinds = [term.kind for term in problem.scores]
     rows = [row for row in rows if MASK_KINDS[kind] in row["masks"] and row.get("terms", kinds) == kinds]
     own = [row for row in rows if row.get("bias_slots")] if may_stage(problem) else []
     others = [row for row in rows if not row.get("bias_slots")]
     return [
-        *((row, _config(_narrower(row, staged(problem)), bf16, kind)) for row in own),
-        *((row, _config(_narrower(row, problem), bf16, kind)) for row in others),
+        *((row, _config(_narrower(row, staged(problem)), element, kind)) for row in own),
+        *((row, _config(_narrower(row, problem), element, kind)) for row in others),
     ]
 
 
@@ -187,12 +186,12 @@ def tuning_key(problem: Problem) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 @functools.cache
-def combine_unit(bf16: bool) -> Unit:
+def combine_unit(element: Element) -> Unit:
     """The kernel that puts the parts of a split forward together."""
     return kernel_unit(
-        f"combine_{'bf16' if bf16 else 'fp16'}",
+        f"combine_{element.name}",
         "sm90/combine.cuh",
-        f"combine<{str(bf16).lower()}>",
+        f"combine<{element.cpp_name}>",
         _CombineParams,
         ARCH,
         threads=32 * _COMBINE_ROWS,
@@ -280,7 +279,7 @@ def _launches(problem: Problem, target: Target, config: Config) -> Program:
             "splits": splits,
         }
         grid, threads = tiles(rows, _COMBINE_ROWS), 32 * _COMBINE_ROWS
-        launches.append(Launch(combine_unit(config.bf16), _CombineParams, combine, grid, threads, overlap=True))
+        launches.append(Launch(combine_unit(config.element), _CombineParams, combine, grid, threads, overlap=True))
     order = "longest first" if dynamic else "in a fixed order"
     grid_text = f"{ctas} CTAs of {config.threads} threads, {config.register_limit} registers per thread"
     parts = f" times {splits} parts of their keys, put together by a second kernel" if config.split else ""
@@ -371,7 +370,7 @@ def _mask_kind(problem: Problem) -> int:
     return 1 if isinstance(problem.mask, Causal) else 2
 
 
-def _config(row: rules.Row, bf16: bool, kind: int) -> Config:
+def _config(row: rules.Row, element: Element, kind: int) -> Config:
     split = row.get("split", False)
     mask = 1 if split else kind  # a causal band may as well hide nothing: one kernel for both
-    return rules.from_row(Config, {**row, "split": split}, bf16=bf16, mask=mask, bias_slots=0, stages_table=False)
+    return rules.from_row(Config, {**row, "split": split}, element=element, mask=mask, bias_slots=0, stages_table=False)

@@ -6,6 +6,8 @@
 // sm90/ptx.cuh have the others.
 #pragma once
 
+#include "element.cuh"
+
 namespace tilewise::ptx {
 
 using u16 = unsigned short;
@@ -92,10 +94,11 @@ __device__ __forceinline__ float rsqrt(float x) {  // ISA: rsqrt
 }
 
 // Two floats rounded to nearest even and packed: `low` in bits 0-15, `high` in bits 16-31.
-template <bool bf16>
+template <Element element>
 __device__ __forceinline__ u32 pack(float low, float high) {  // ISA: cvt
+  static_assert(is_16_bit<element>);
   u32 packed;
-  if constexpr (bf16)
+  if constexpr (element == Element::bf16)
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   else
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
@@ -111,10 +114,11 @@ __device__ __forceinline__ u32 not_at_least(u32 x, u32 y) {  // ISA: set
 }
 
 // Two packed values, with negative ones replaced by 0.
-template <bool bf16>
+template <Element element>
 __device__ __forceinline__ u32 at_least_zero(u32 x) {  // ISA: max
+  static_assert(is_16_bit<element>);
   u32 y;
-  if constexpr (bf16)
+  if constexpr (element == Element::bf16)
     asm("max.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(0u));
   else
     asm("max.f16x2 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(0u));
@@ -134,19 +138,21 @@ __device__ __forceinline__ Halves multiply_wide(u32 x, u32 y) {  // ISA: mul
 }
 
 // 0 * x + sum, on two packed values: `sum` where x is finite, NaN where it is not.
-template <bool bf16>
+template <Element element>
 __device__ __forceinline__ u32 add_zero_times(u32 x, u32 sum) {  // ISA: fma
+  static_assert(is_16_bit<element>);
   u32 y;
-  if constexpr (bf16)
+  if constexpr (element == Element::bf16)
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(x), "r"(0u), "r"(sum));
   else
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(x), "r"(0u), "r"(sum));
   return y;
 }
 
-template <bool bf16>
+template <Element element>
 __device__ __forceinline__ float unpack_low(u32 packed) {  // ISA: cvt
-  if constexpr (bf16) return __uint_as_float(packed << 16);
+  static_assert(is_16_bit<element>);
+  if constexpr (element == Element::bf16) return __uint_as_float(packed << 16);
   float x;
   asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.f32.f16 %0, low;\n}"
       : "=f"(x)
@@ -154,9 +160,10 @@ __device__ __forceinline__ float unpack_low(u32 packed) {  // ISA: cvt
   return x;
 }
 
-template <bool bf16>
+template <Element element>
 __device__ __forceinline__ float unpack_high(u32 packed) {  // ISA: cvt
-  if constexpr (bf16) return __uint_as_float(packed & 0xffff0000u);
+  static_assert(is_16_bit<element>);
+  if constexpr (element == Element::bf16) return __uint_as_float(packed & 0xffff0000u);
   float x;
   asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.f32.f16 %0, high;\n}"
       : "=f"(x)
@@ -165,10 +172,11 @@ __device__ __forceinline__ float unpack_high(u32 packed) {  // ISA: cvt
 }
 
 // One warp's 16 x 8 += 16 x 16 * 16 x 8. The fragment layout is that of wgmma's rows of that warp.
-template <bool bf16>
+template <Element element>
 __device__ __forceinline__ void mma_m16n8k16(float* c, const u32 (&a)[4], u32 b0,
                                              u32 b1) {  // ISA: mma
-  if constexpr (bf16)
+  static_assert(is_16_bit<element>);
+  if constexpr (element == Element::bf16)
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
         "{%8,%9}, {%0,%1,%2,%3};"

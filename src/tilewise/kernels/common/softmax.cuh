@@ -116,11 +116,11 @@ __device__ __forceinline__ void row_sums(const float (&p)[count], float (&sum)[2
 }
 
 // p rounded to 16 bits, in the A layout of the second product.
-template <bool bf16, int count>
+template <Element element, int count>
 __device__ __forceinline__ void pack_block(const float (&p)[count],
                                            ptx::u32 (&packed)[count / 8][4]) {
 #pragma unroll
-  for (int i = 0; i < count; i += 2) packed[i / 8][i / 2 % 4] = ptx::pack<bf16>(p[i], p[i + 1]);
+  for (int i = 0; i < count; i += 2) packed[i / 8][i / 2 % 4] = ptx::pack<element>(p[i], p[i + 1]);
 }
 
 // How many times heavier than the mean of the previous blocks a block of `keys` keys may be. Sums

@@ -77,6 +77,12 @@ __device__ __forceinline__ Place place_of(const ThreeKernelParams& params, int s
   return {pair / params.heads, pair % params.heads};
 }
 
+// The numbers of a kernel, by its config.
+template <typename Config>
+TILEWISE_INLINE Element element_of(const Config& config) {
+  return config.bf16 ? Element::bf16 : Element::fp16;
+}
+
 template <int stages>
 struct Ring {
   int stage = 0;
@@ -97,7 +103,7 @@ __device__ __forceinline__ void load_panels(unsigned char* destination, const pt
 
 // Stores a warp's 16 rows of a 64 x (2 * count) fragment, rounded to 16 bits: they are staged at
 // `room` (the warpgroup's 64-row matrix) and stored to (column, row, head, batch) of `map`.
-template <bool bf16, int count>
+template <Element element, int count>
 __device__ __forceinline__ void store_rows(const float (&x)[count], float factor,
                                            unsigned char* room, const ptx::TensorMap& map,
                                            int column, int row, int head, int batch) {
@@ -109,10 +115,10 @@ __device__ __forceinline__ void store_rows(const float (&x)[count], float factor
     const float* y = &x[8 * pair];
     const int chunk = pair % 4 * 2 + lane / 16;
     ptx::stmatrix_x4(address + pair / 4 * panel_bytes(64) + swizzled_chunk(lane % 16, chunk),
-                     ptx::pack<bf16>(y[0] * factor, y[1] * factor),
-                     ptx::pack<bf16>(y[2] * factor, y[3] * factor),
-                     ptx::pack<bf16>(y[4] * factor, y[5] * factor),
-                     ptx::pack<bf16>(y[6] * factor, y[7] * factor));
+                     ptx::pack<element>(y[0] * factor, y[1] * factor),
+                     ptx::pack<element>(y[2] * factor, y[3] * factor),
+                     ptx::pack<element>(y[4] * factor, y[5] * factor),
+                     ptx::pack<element>(y[6] * factor, y[7] * factor));
   }
   ptx::fence_proxy_async();
   __syncwarp();
@@ -128,7 +134,7 @@ __device__ __forceinline__ void store_rows(const float (&x)[count], float factor
 
 // Mirrored by `ScoresConfig` in ladder/three_kernel.py.
 struct ScoresConfig {
-  bool bf16;
+  bool bf16;      // else fp16
   int head_dim;   // a multiple of 64; smaller heads are zero-filled by the copy engine
   int consumers;  // warpgroups of 64 rows
   int block_kv;   // a multiple of 64
@@ -185,7 +191,7 @@ __device__ __forceinline__ void multiply_scores(const ThreeKernelParams& params,
     wgmma::fence();
 #pragma unroll
     for (int step = 0; step < config.head_dim / 16; ++step)
-      wgmma::Product<config.block_kv, config.bf16>::multiply(
+      wgmma::Product<config.block_kv, element_of(config)>::multiply(
           s, wgmma::descriptor(q_low + step / 4 * q_panel + step % 4 * 2, swizzle_atom_bytes),
           wgmma::descriptor(k_low + step / 4 * k_panel + step % 4 * 2, swizzle_atom_bytes),
           step != 0);
@@ -197,8 +203,8 @@ __device__ __forceinline__ void multiply_scores(const ThreeKernelParams& params,
       ptx::tma_store_wait_read<0>();  // for the previous tile: its staging buffer is reused now
     }
     __syncwarp();
-    store_rows<config.bf16>(s, params.scale, smem.out[warpgroup], params.scores_map,
-                            tile * config.block_kv, slab_row + warpgroup * 64, slab_pair, 0);
+    store_rows<element_of(config)>(s, params.scale, smem.out[warpgroup], params.scores_map,
+                                   tile * config.block_kv, slab_row + warpgroup * 64, slab_pair, 0);
   }
   if (lane == 0) ptx::tma_store_wait_read<0>();
 }
@@ -240,7 +246,7 @@ __device__ __forceinline__ void scores(const ThreeKernelParams& params) {
 
 // Mirrored by `ValuesConfig` in ladder/three_kernel.py.
 struct ValuesConfig {
-  bool bf16;
+  bool bf16;       // else fp16
   int head_dim_v;  // a multiple of 64
   int consumers;
   int block_k;  // keys per stage, a multiple of 64
@@ -268,7 +274,7 @@ struct ValuesSmem {
   __device__ __forceinline__ unsigned char* v(int stage) { return p(stage) + config.p_bytes(); }
 };
 
-template <int n, bool bf16>
+template <int n, Element element>
 struct ValueProduct;  // multiply(d, a, b): A K-major, B MN-major, both in shared memory; adds to d
 
 // Operands after D: %a and %b, the descriptors, and %c, 1. A model of the hardware may bring its
@@ -284,10 +290,10 @@ struct ValueProduct;  // multiply(d, a, b): A K-major, B MN-major, both in share
 #endif
 
 #define TW_VALUE_PRODUCT(n, i0, i1, i2)                                                          \
-  template <bool bf16>                                                                           \
-  struct ValueProduct<n, bf16> {                                                                 \
+  template <Element element>                                                                     \
+  struct ValueProduct<n, element> {                                                              \
     __device__ __forceinline__ static void multiply(float (&d)[n / 2], u64 a_desc, u64 b_desc) { \
-      if constexpr (bf16)                                                                        \
+      if constexpr (element == Element::bf16)                                                    \
         TW_LADDER_SS(n, "bf16", i0, i1, i2);                                                     \
       else                                                                                       \
         TW_LADDER_SS(n, "f16", i0, i1, i2);                                                      \
@@ -342,7 +348,7 @@ __device__ __forceinline__ void multiply_values(const ThreeKernelParams& params,
     wgmma::fence();
 #pragma unroll
     for (int step = 0; step < config.block_k / 16; ++step)
-      ValueProduct<config.head_dim_v, config.bf16>::multiply(
+      ValueProduct<config.head_dim_v, element_of(config)>::multiply(
           o, wgmma::descriptor(p_low + step / 4 * p_panel + step % 4 * 2, swizzle_atom_bytes),
           wgmma::descriptor(v_low + step * (2 * swizzle_atom_bytes >> 4), swizzle_atom_bytes));
     wgmma::commit();
@@ -356,8 +362,9 @@ __device__ __forceinline__ void multiply_values(const ThreeKernelParams& params,
   wgmma::wait<0>();
   wgmma::hold(o);
   ptx::barrier_sync<config.consumers * 128>(1);
-  store_rows<config.bf16>(o, 1.0f, smem.room + warpgroup * matrix_bytes(64, config.head_dim_v),
-                          params.out_map, 0, row + warpgroup * 64, place.head, place.batch);
+  store_rows<element_of(config)>(o, 1.0f,
+                                 smem.room + warpgroup * matrix_bytes(64, config.head_dim_v),
+                                 params.out_map, 0, row + warpgroup * 64, place.head, place.batch);
   if (lane == 0) ptx::tma_store_wait_read<0>();
 }
 
@@ -393,7 +400,7 @@ __device__ __forceinline__ void values(const ThreeKernelParams& params) {
 
 // Mirrored by `SoftmaxConfig` in ladder/three_kernel.py.
 struct SoftmaxConfig {
-  bool bf16;
+  bool bf16;   // else fp16
   int chunks;  // chunks of eight keys per thread, held in registers; 0: rows of any length, read
                // twice
   int row_threads;  // half a warp, a warp, or all threads of a CTA
@@ -428,7 +435,7 @@ constexpr float ln_2 = 0.6931471805599453f;
 // A row's scores as stored in memory: eight at a time, the hidden ones replaced by -inf.
 template <SoftmaxConfig config>
 struct Cells {
-  static constexpr u32 hidden = config.bf16 ? 0xff80u : 0xfc00u;  // -inf
+  static constexpr u32 hidden = element_of(config) == Element::bf16 ? 0xff80u : 0xfc00u;  // -inf
 
   uint4* row;
   RowSpan span;
@@ -457,7 +464,8 @@ __device__ __forceinline__ void unpack_scores(const uint4& cell, float softcap, 
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const u32 word = words[i / 2];
-    s[i] = i % 2 ? ptx::unpack_high<config.bf16>(word) : ptx::unpack_low<config.bf16>(word);
+    s[i] = i % 2 ? ptx::unpack_high<element_of(config)>(word)
+                 : ptx::unpack_low<element_of(config)>(word);
     if constexpr (config.softcap) {  // tanh(x) = 1 - 2 / (1 + e^2x)
       const float e = ptx::ex2(2.0f * log2_e * s[i] / softcap);
       const float capped = softcap * fmaf(-2.0f, __frcp_rn(1.0f + e), 1.0f);
@@ -467,13 +475,13 @@ __device__ __forceinline__ void unpack_scores(const uint4& cell, float softcap, 
   }
 }
 
-template <bool bf16>
+template <Element element>
 __device__ __forceinline__ uint4 pack_weights(const float (&s)[8], float base) {
   float p[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) p[i] = ptx::ex2(s[i] - base);
-  return {ptx::pack<bf16>(p[0], p[1]), ptx::pack<bf16>(p[2], p[3]), ptx::pack<bf16>(p[4], p[5]),
-          ptx::pack<bf16>(p[6], p[7])};
+  return {ptx::pack<element>(p[0], p[1]), ptx::pack<element>(p[2], p[3]),
+          ptx::pack<element>(p[4], p[5]), ptx::pack<element>(p[6], p[7])};
 }
 
 // Combines a value over the threads of a row. The warps of a row that has several exchange their
@@ -551,7 +559,8 @@ __device__ __forceinline__ float held_row(const Cells<config>& cells, float soft
     refresh(held[i], total, zero);
     unpack_scores<config>(held[i], softcap, s);
     if (key < cells.span.to)
-      cells.row[key / 8] = pack_weights<config.bf16>(s, total == minus_infinity ? 0.0f : total);
+      cells.row[key / 8] =
+          pack_weights<element_of(config)>(s, total == minus_infinity ? 0.0f : total);
   }
   return total;
 }
@@ -575,7 +584,8 @@ __device__ __forceinline__ float streamed_row(const Cells<config>& cells, float 
   const float total = row_total<config>(top, sum);
   for (int key = first; key < cells.span.to; key += config.chunk_keys()) {
     unpack_scores<config>(cells.load(key), softcap, s);
-    cells.row[key / 8] = pack_weights<config.bf16>(s, total == minus_infinity ? 0.0f : total);
+    cells.row[key / 8] =
+        pack_weights<element_of(config)>(s, total == minus_infinity ? 0.0f : total);
   }
   return total;
 }

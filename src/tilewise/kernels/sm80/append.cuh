@@ -54,7 +54,7 @@ struct AppendParams {
 
 constexpr int append_warps = 8;
 
-template <bool bf16>
+template <Element element>
 struct Append {
   const AppendParams& params;
   const int lane = threadIdx.x % 32;
@@ -70,12 +70,12 @@ struct Append {
         const int pair = params.interleaved ? column / 2 : column % half;
         const bool first = params.interleaved ? column % 2 == 0 : column < half;
         const int step = params.interleaved ? 1 : half;
-        const float own = ptx::unpack_low<bf16>(x);
-        const float other = ptx::unpack_low<bf16>(from[first ? column + step : column - step]);
-        const float cosine = ptx::unpack_low<bf16>(params.cos[angle + pair]);
-        const float sine = ptx::unpack_low<bf16>(params.sin[angle + pair]);
-        x = ptx::pack<bf16>(first ? own * cosine - other * sine : other * sine + own * cosine,
-                            0.0f);
+        const float own = ptx::unpack_low<element>(x);
+        const float other = ptx::unpack_low<element>(from[first ? column + step : column - step]);
+        const float cosine = ptx::unpack_low<element>(params.cos[angle + pair]);
+        const float sine = ptx::unpack_low<element>(params.sin[angle + pair]);
+        x = ptx::pack<element>(first ? own * cosine - other * sine : other * sine + own * cosine,
+                               0.0f);
       }
       to[column] = static_cast<u16>(x);
     }
@@ -124,9 +124,9 @@ struct Append {
   }
 };
 
-template <bool bf16>
+template <Element element>
 __device__ __forceinline__ void append(const AppendParams& params) {
-  Append<bf16>{params}.run();
+  Append<element>{params}.run();
 }
 
 }  // namespace tilewise::sm80

@@ -55,7 +55,7 @@ template <BackwardConfig config, typename Policy, typename Extents>
 struct Backward {
   static constexpr int block_q = config.block_q, block_kv = config.block_kv;
   static constexpr int threads = config.threads();
-  static constexpr bool bf16 = config.bf16;
+  static constexpr Element element = config.element;
   // A warp's share of each product, in blocks of 16: S and dP; dK and dV; dQ.
   static constexpr int score_blocks = block_q / config.score_rows / 16;
   static constexpr int score_columns = block_kv / (config.warps / config.score_rows) / 16;
@@ -175,7 +175,7 @@ struct Backward {
         const int chunk = first_column / 8 + i / 4;
         ptx::store_shared(matrix + chunk / 8 * panel_bytes(block_q) +
                               swizzled_chunk(row, chunk % 8) + lane % 4 * 4,
-                          ptx::pack<bf16>(s[t][i], s[t][i + 1]));
+                          ptx::pack<element>(s[t][i], s[t][i + 1]));
       }
     }
   }
@@ -189,7 +189,7 @@ struct Backward {
     const float* row_term = smem.row_terms[slot] + first_row + lane / 4;
     Scores s, dp;
     clear(s);
-    multiply<bf16, Stored::by_rows, Stored::by_columns, config.head_dim / 16, block_q, block_kv>(
+    multiply<element, Stored::by_rows, Stored::by_columns, config.head_dim / 16, block_q, block_kv>(
         s, ptx::smem_address(smem.q[slot]), block_row, ptx::smem_address(smem.k), block_column);
 #pragma unroll
     for (int t = 0; t < score_blocks; ++t)
@@ -220,8 +220,9 @@ struct Backward {
       store_scores(s, ptx::smem_address(smem.p), first_row, first_column);
     }
     clear(dp);
-    multiply<bf16, Stored::by_rows, Stored::by_columns, config.head_dim_v / 16, block_q, block_kv>(
-        dp, ptx::smem_address(smem.dout[slot]), block_row, ptx::smem_address(smem.v), block_column);
+    multiply<element, Stored::by_rows, Stored::by_columns, config.head_dim_v / 16, block_q,
+             block_kv>(dp, ptx::smem_address(smem.dout[slot]), block_row, ptx::smem_address(smem.v),
+                       block_column);
 #pragma unroll
     for (int t = 0; t < score_blocks; ++t) {
       const float lse[2] = {row_lse[t * 16], row_lse[t * 16 + 8]};
@@ -335,7 +336,7 @@ struct Backward {
   __device__ __forceinline__ void add_dq() {
     float dq[query_blocks][dq_columns * 8];
     clear(dq);
-    multiply<bf16, Stored::by_rows, Stored::by_rows, block_kv / 16, block_q, block_kv>(
+    multiply<element, Stored::by_rows, Stored::by_rows, block_kv / 16, block_q, block_kv>(
         dq, ptx::smem_address(smem.ds), warp % config.query_rows * query_blocks,
         ptx::smem_address(smem.k), warp / config.query_rows * dq_columns);
     await_ticket();
@@ -350,12 +351,12 @@ struct Backward {
     const int key_block = warp % config.key_rows * key_blocks;
     const int column = warp / config.key_rows;
     if constexpr (config.makes_dkv)
-      multiply<bf16, Stored::by_columns, Stored::by_rows, block_q / 16, block_q, block_q>(
+      multiply<element, Stored::by_columns, Stored::by_rows, block_q / 16, block_q, block_q>(
           dv, ptx::smem_address(smem.p), key_block, ptx::smem_address(smem.dout[slot]),
           column * dv_columns);
     if (params.dq_sums != nullptr) add_dq();
     if constexpr (config.makes_dkv)
-      multiply<bf16, Stored::by_columns, Stored::by_rows, block_q / 16, block_q, block_q>(
+      multiply<element, Stored::by_columns, Stored::by_rows, block_q / 16, block_q, block_q>(
           dk, ptx::smem_address(smem.ds), key_block, ptx::smem_address(smem.q[slot]),
           column * dk_columns);
   }
@@ -407,7 +408,7 @@ struct Backward {
     static_assert(config.warps * matrix_bytes(rows, columns * 16) <=
                   sizeof(smem.k) + sizeof(smem.v) + sizeof(smem.q) + sizeof(smem.dout));
     const int first_column = warp / config.key_rows * columns * 16;
-    store_rows<bf16, key_blocks, columns * 16, rows>(
+    store_rows<element, key_blocks, columns * 16, rows>(
         ptx::smem_address(&smem) + warp * matrix_bytes(rows, columns * 16), x,
         gradient.row(sequence().batch(plan.batch), plan.head_kv, sequence().k_start()) +
             first_column,

@@ -12,11 +12,11 @@ namespace tilewise::sm80 {
 // A product of block x block is divided over the warps in a grid of `rows` x (warps / rows).
 // Mirrored field by field by `Config` in engine/sm80/backward.py.
 struct BackwardConfig {
-  bool bf16;       // else fp16
-  int head_dim;    // class of q and k: smaller heads are zero-filled up to it
-  int head_dim_v;  // class of v and dout, likewise
-  int block_q;     // query rows per step
-  int block_kv;    // keys per CTA
+  Element element;  // of the products, and of q, k, v and out
+  int head_dim;     // class of q and k: smaller heads are zero-filled up to it
+  int head_dim_v;   // class of v and dout, likewise
+  int block_q;      // query rows per step
+  int block_kv;     // keys per CTA
   int warps;
   int score_rows;  // warps along the queries of S and dP
   int key_rows;    // warps along the keys of dK and dV

@@ -41,20 +41,20 @@ constexpr int edge_threads = 256;
 constexpr int edge_rows = 32;
 
 // Dot product of eight columns, two in each word.
-template <bool bf16>
+template <Element element>
 __device__ __forceinline__ float dot(uint4 a, uint4 b) {
   const u32 x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
   float sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    sum = fmaf(ptx::unpack_low<bf16>(x[i]), ptx::unpack_low<bf16>(y[i]), sum);
-    sum = fmaf(ptx::unpack_high<bf16>(x[i]), ptx::unpack_high<bf16>(y[i]), sum);
+    sum = fmaf(ptx::unpack_low<element>(x[i]), ptx::unpack_low<element>(y[i]), sum);
+    sum = fmaf(ptx::unpack_high<element>(x[i]), ptx::unpack_high<element>(y[i]), sum);
   }
   return sum;
 }
 
 // A block handles 32 rows of one head, with eight columns per lane and `lanes` lanes per row.
-template <bool bf16, int lanes, typename Extents>
+template <Element element, int lanes, typename Extents>
 __device__ __forceinline__ void preprocess(const ParamsOf<PreprocessParams, Extents>& params) {
   constexpr int rows_at_once = edge_threads / lanes;
   constexpr float log2_e = 1.44269504088896341f;
@@ -86,7 +86,7 @@ __device__ __forceinline__ void preprocess(const ParamsOf<PreprocessParams, Exte
     const int in_block = i + threadIdx.x / lanes, row = first_row + in_block;
     float sum = 0.0f;
     if (row < sequence.seq_q() && column < params.head_dim_v)
-      sum = dot<bf16>(
+      sum = dot<element>(
           *reinterpret_cast<const uint4*>(params.out.row(batch, head, start + row) + column),
           *reinterpret_cast<const uint4*>(params.dout.row(batch, head, start + row) + column));
 #pragma unroll
@@ -160,10 +160,10 @@ __device__ __forceinline__ void postprocess(const ParamsOf<PostprocessParams, Ex
       const int q_row = q_tile * config.block_q + block * 16 + r + 8 * h;
       if (q_row >= sequence.seq_q()) continue;
       *reinterpret_cast<uint4*>(params.dq.row(batch, head, start + q_row) + column * 8) =
-          uint4{ptx::pack<config.bf16>(row[h][0], row[h][1]),
-                ptx::pack<config.bf16>(row[h][2], row[h][3]),
-                ptx::pack<config.bf16>(row[h][4], row[h][5]),
-                ptx::pack<config.bf16>(row[h][6], row[h][7])};
+          uint4{ptx::pack<config.element>(row[h][0], row[h][1]),
+                ptx::pack<config.element>(row[h][2], row[h][3]),
+                ptx::pack<config.element>(row[h][4], row[h][5]),
+                ptx::pack<config.element>(row[h][6], row[h][7])};
     }
   }
 }

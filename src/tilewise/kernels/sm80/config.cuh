@@ -14,9 +14,9 @@ using ptx::u32;
 
 // Mirrored field by field by `Config` in engine/sm80/forward.py.
 struct Config {
-  bool bf16;       // else fp16
-  int head_dim;    // class of q and k: a multiple of 16; smaller heads are zero-filled up to it
-  int head_dim_v;  // class of v and out, likewise
+  Element element;  // of the products, and of q, k, v and out
+  int head_dim;     // class of q and k: a multiple of 16; smaller heads are zero-filled up to it
+  int head_dim_v;   // class of v and out, likewise
   int warps;
   int row_tiles;  // blocks of 16 query rows per warp
   int block_kv;

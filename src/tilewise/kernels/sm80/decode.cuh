@@ -86,7 +86,7 @@ namespace tilewise::sm80 {
 
 // Mirrored field by field by `Config` in engine/decode.py.
 struct DecodeConfig {
-  bool bf16;
+  Element element;
   int head_dim;
   int head_dim_v;
   int warps;
@@ -593,8 +593,8 @@ struct Decode {
         u32 a[4];
         if constexpr (!q_in_registers) read_q(step, t, a);
         const auto& row = q_in_registers ? q[q_in_registers ? step : 0] : a;
-        ptx::mma_m16n8k16<config.bf16>(&s[t][0], row, b[0], b[1]);
-        ptx::mma_m16n8k16<config.bf16>(&s[t][4], row, b[2], b[3]);
+        ptx::mma_m16n8k16<config.element>(&s[t][0], row, b[0], b[1]);
+        ptx::mma_m16n8k16<config.element>(&s[t][4], row, b[2], b[3]);
       }
     }
     if constexpr (Policy::transforms)
@@ -621,7 +621,7 @@ struct Decode {
 #pragma unroll
         for (int i = 0; i < dv / 2; ++i) o[t][i] *= alpha[row_of(i)];
       }
-      pack_block<config.bf16>(s[t], p[t]);
+      pack_block<config.element>(s[t], p[t]);
     }
     if (partial) set_apart_nonfinite(at, first, slot);
     const u32 v_lane = lane_by_rows(block + Smem::k_bytes);
@@ -631,8 +631,8 @@ struct Decode {
       ptx::ldmatrix_x4_trans(column_block<block_keys>(v_lane, pair), b);
 #pragma unroll
       for (int t = 0; t < row_tiles; ++t) {
-        ptx::mma_m16n8k16<config.bf16>(&o[t][8 * pair], p[t][0], b[0], b[1]);
-        ptx::mma_m16n8k16<config.bf16>(&o[t][8 * pair + 4], p[t][0], b[2], b[3]);
+        ptx::mma_m16n8k16<config.element>(&o[t][8 * pair], p[t][0], b[0], b[1]);
+        ptx::mma_m16n8k16<config.element>(&o[t][8 * pair + 4], p[t][0], b[2], b[3]);
       }
     }
   }
@@ -647,10 +647,10 @@ struct Decode {
       for (int panel = 0; panel < panel_count(dv); ++panel) {
         if (!has_chunk<dv>(panel)) continue;
         const uint4 x = ptx::load_shared(values + copied_at(i) + panel * panel_bytes(block_keys));
-        sum = ptx::add_zero_times<config.bf16>(x.x, sum);
-        sum = ptx::add_zero_times<config.bf16>(x.y, sum);
-        sum = ptx::add_zero_times<config.bf16>(x.z, sum);
-        sum = ptx::add_zero_times<config.bf16>(x.w, sum);
+        sum = ptx::add_zero_times<config.element>(x.x, sum);
+        sum = ptx::add_zero_times<config.element>(x.y, sum);
+        sum = ptx::add_zero_times<config.element>(x.z, sum);
+        sum = ptx::add_zero_times<config.element>(x.w, sum);
       }
     }
     if (__builtin_expect(!__any_sync(0xffffffffu, (sum & 0x7fff7fffu) != 0), 1)) return;
@@ -673,16 +673,16 @@ struct Decode {
             const u32 two =
                 *reinterpret_cast<const u32*>(block + chunk / 8 * panel_bytes(block_keys) +
                                               swizzled_chunk(key, chunk % 8) + lane % 4 * 4);
-            const u32 bad = nonfinite_bits<config.bf16>(two);
-            if (bad & 0x8000u) o[t][i + 2 * r] += ptx::unpack_low<config.bf16>(two);
-            if (bad & 0x80000000u) o[t][i + 2 * r + 1] += ptx::unpack_high<config.bf16>(two);
+            const u32 bad = nonfinite_bits<config.element>(two);
+            if (bad & 0x8000u) o[t][i + 2 * r] += ptx::unpack_low<config.element>(two);
+            if (bad & 0x80000000u) o[t][i + 2 * r + 1] += ptx::unpack_high<config.element>(two);
           }
         }
       }
     }
     __syncwarp();
     auto keep = [](u32 word) {
-      const u32 bad = nonfinite_bits<config.bf16>(word) >> 15;  // 1 in bit 0 and bit 16
+      const u32 bad = nonfinite_bits<config.element>(word) >> 15;  // 1 in bit 0 and bit 16
       return word & ~(bad * 0xffffu);
     };
 #pragma unroll 1
@@ -809,8 +809,8 @@ struct Decode {
       *reinterpret_cast<float4*>(params.partial_out + (place + row) * dv + column) = o;
     } else if (column < params.head_dim_v) {
       const float f = smem.row_factor[row];
-      *reinterpret_cast<uint2*>(smem.row_out[row] + column) =
-          uint2{ptx::pack<config.bf16>(o.x * f, o.y * f), ptx::pack<config.bf16>(o.z * f, o.w * f)};
+      *reinterpret_cast<uint2*>(smem.row_out[row] + column) = uint2{
+          ptx::pack<config.element>(o.x * f, o.y * f), ptx::pack<config.element>(o.z * f, o.w * f)};
     }
   }
 

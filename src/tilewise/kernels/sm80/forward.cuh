@@ -149,8 +149,8 @@ struct Forward {
 #pragma unroll
         for (int t = 0; t < row_tiles; ++t) {
           const auto& rows = q_kept ? q[t][q_kept ? step : 0] : a[t];
-          ptx::mma_m16n8k16<config.bf16>(&s[t][8 * pair], rows, b[0], b[1]);
-          ptx::mma_m16n8k16<config.bf16>(&s[t][8 * pair + 4], rows, b[2], b[3]);
+          ptx::mma_m16n8k16<config.element>(&s[t][8 * pair], rows, b[0], b[1]);
+          ptx::mma_m16n8k16<config.element>(&s[t][8 * pair + 4], rows, b[2], b[3]);
         }
       }
     }
@@ -251,7 +251,7 @@ struct Forward {
 #pragma unroll
     for (int t = 0; t < row_tiles; ++t) {
       Policy::drop(s[t], params, Place{*this, t, kv_tile});
-      pack_block<config.bf16>(s[t], p[t]);
+      pack_block<config.element>(s[t], p[t]);
     }
   }
 
@@ -266,8 +266,8 @@ struct Forward {
         ptx::ldmatrix_x4_trans(column_block<block_kv>(v_lane, pair) + step * panel_bytes(16), b);
 #pragma unroll
         for (int t = 0; t < row_tiles; ++t) {
-          ptx::mma_m16n8k16<config.bf16>(&o[t][8 * pair], p[t][step], b[0], b[1]);
-          ptx::mma_m16n8k16<config.bf16>(&o[t][8 * pair + 4], p[t][step], b[2], b[3]);
+          ptx::mma_m16n8k16<config.element>(&o[t][8 * pair], p[t][step], b[0], b[1]);
+          ptx::mma_m16n8k16<config.element>(&o[t][8 * pair + 4], p[t][step], b[2], b[3]);
         }
       }
     }
@@ -275,7 +275,7 @@ struct Forward {
 
   __device__ __forceinline__ void scrub(int slot) {
     met_nonfinite =
-        VCopy::template scrub<config.bf16>(ptx::smem_address(smem.v[slot])) || met_nonfinite;
+        VCopy::template scrub<config.element>(ptx::smem_address(smem.v[slot])) || met_nonfinite;
   }
 
   // Returns the tiles that the CTA touches. Why the rest of the plan goes to shared memory: the
@@ -374,12 +374,12 @@ struct Forward {
           if (!Policy::sees(params, tile.batch, tile.head, row, key)) return;
           const u32 value =
               params.v.row(batch, tile.head / params.heads_per_kv, k_start + key)[column];
-          if (nonfinite_bits<config.bf16>(value) & 0x8000u)
-            sum += ptx::unpack_low<config.bf16>(value);
+          if (nonfinite_bits<config.element>(value) & 0x8000u)
+            sum += ptx::unpack_low<config.element>(value);
         });
         if (sum != 0.0f)
           out[column] = static_cast<u16>(
-              ptx::pack<config.bf16>(sum + ptx::unpack_low<config.bf16>(out[column]), 0.0f));
+              ptx::pack<config.element>(sum + ptx::unpack_low<config.element>(out[column]), 0.0f));
       }
     }
   }
@@ -407,7 +407,7 @@ struct Forward {
       }
       rescale(t, inverse);
     }
-    store_rows<config.bf16, row_tiles, config.head_dim_v, block_q>(
+    store_rows<config.element, row_tiles, config.head_dim_v, block_q>(
         ptx::smem_address(smem.q) + warp * panel_bytes(config.warp_rows()), o,
         params.out.row(batch, tile.head, sequence().q_start()), params.out.seq_stride, warp_row,
         sequence().seq_q(), params.head_dim_v);

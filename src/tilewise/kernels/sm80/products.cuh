@@ -57,7 +57,7 @@ struct OperandB {
 };
 
 // Adds `steps` steps of 16 along the sum index.
-template <bool bf16, Stored a_stored, Stored b_stored, int steps, int a_rows, int b_rows,
+template <Element element, Stored a_stored, Stored b_stored, int steps, int a_rows, int b_rows,
           int a_blocks, int count>
 __device__ __forceinline__ void multiply(float (&c)[a_blocks][count], u32 a_matrix, int a_first,
                                          u32 b_matrix, int b_first) {
@@ -77,8 +77,8 @@ __device__ __forceinline__ void multiply(float (&c)[a_blocks][count], u32 a_matr
       b_operand.template load<b_stored>(j, step, b);
 #pragma unroll
       for (int i = 0; i < a_blocks; ++i) {
-        ptx::mma_m16n8k16<bf16>(&c[i][8 * j], a[i], b[0], b[1]);
-        ptx::mma_m16n8k16<bf16>(&c[i][8 * j + 4], a[i], b[2], b[3]);
+        ptx::mma_m16n8k16<element>(&c[i][8 * j], a[i], b[0], b[1]);
+        ptx::mma_m16n8k16<element>(&c[i][8 * j + 4], a[i], b[2], b[3]);
       }
     }
   }

@@ -76,7 +76,7 @@ struct TileCopy {
 
   // Zeroes inf and NaN among the chunks that this thread has copied; returns true if it found any.
   // Why: a key that a row may not see gets weight 0, and 0 * inf is NaN.
-  template <bool bf16>
+  template <Element element>
   static __device__ __forceinline__ bool scrub(u32 matrix) {
     const u32 thread = ptx::thread_again(), to = place(matrix, thread);
     u32 sum = 0;  // a sum of zeros, which is NaN once a value is not finite
@@ -85,14 +85,14 @@ struct TileCopy {
       if (!has(i % panels, thread)) continue;
       const uint4 x =
           ptx::load_shared(to + i / panels * panel_bytes(at_once) + i % panels * panel_bytes(rows));
-      sum = ptx::add_zero_times<bf16>(x.x, sum);
-      sum = ptx::add_zero_times<bf16>(x.y, sum);
-      sum = ptx::add_zero_times<bf16>(x.z, sum);
-      sum = ptx::add_zero_times<bf16>(x.w, sum);
+      sum = ptx::add_zero_times<element>(x.x, sum);
+      sum = ptx::add_zero_times<element>(x.y, sum);
+      sum = ptx::add_zero_times<element>(x.z, sum);
+      sum = ptx::add_zero_times<element>(x.w, sum);
     }
     if ((sum & 0x7fff7fffu) == 0) return false;
     auto keep = [](u32 word) {
-      const u32 bad = nonfinite_bits<bf16>(word) >> 15;  // 1 in bit 0 and bit 16
+      const u32 bad = nonfinite_bits<element>(word) >> 15;  // 1 in bit 0 and bit 16
       return word & ~(bad * 0xffffu);
     };
 #pragma unroll 1
@@ -109,7 +109,7 @@ struct TileCopy {
 // Stores a warp's fragments (16 * row_tiles rows, 8 columns per block) to global memory, through
 // `staging`, panels of `panel_rows` whose rows from `lane_row` on belong to this warp. Rows at or
 // past `end_row`, and chunks past the actual columns, are left out.
-template <bool bf16, int row_tiles, int columns, int panel_rows>
+template <Element element, int row_tiles, int columns, int panel_rows>
 __device__ __forceinline__ void store_rows(u32 staging, const float (&x)[row_tiles][columns / 2],
                                            u16* destination, long long row_stride, int first_row,
                                            int end_row, int dim) {
@@ -122,7 +122,7 @@ __device__ __forceinline__ void store_rows(u32 staging, const float (&x)[row_til
       const int row = t * 16 + lane / 4 + i / 2 % 2 * 8, chunk = i / 4;
       ptx::store_shared(staging + chunk / 8 * panel_bytes(panel_rows) +
                             swizzled_chunk(row, chunk % 8) + lane % 4 * 4,
-                        ptx::pack<bf16>(x[t][i], x[t][i + 1]));
+                        ptx::pack<element>(x[t][i], x[t][i + 1]));
     }
   }
   __syncwarp();

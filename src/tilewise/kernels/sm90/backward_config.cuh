@@ -11,7 +11,7 @@ namespace tilewise::sm90 {
 
 // Mirrored field by field by `Config` in engine/sm90/backward.py.
 struct BackwardConfig {
-  bool bf16;                 // else fp16
+  Element element;           // of the products, and of q, k, v and out
   int head_dim;              // class of q and k: smaller heads are zero-filled up to it
   int head_dim_v;            // class of v and dout, likewise
   int block_q;               // 64 or 128 query rows per step
@@ -38,7 +38,7 @@ struct BackwardConfig {
   TILEWISE_INLINE bool keeps_rest() const { return warpgroups_own_keys; }
   // The factor by which the host raises all weights (Weights in backward_weights.cuh).
   TILEWISE_INLINE float weight_factor() const {
-    return bf16 && warpgroups_own_keys ? 0x1.00b8aa3b295c1p+0f : 1.0f;
+    return element == Element::bf16 && warpgroups_own_keys ? 0x1.00b8aa3b295c1p+0f : 1.0f;
   }
   TILEWISE_INLINE int ds_writers() const { return warpgroups_own_keys ? 8 : 4; }    // warps
   TILEWISE_INLINE int bias_readers() const { return warpgroups_own_keys ? 8 : 4; }  // likewise

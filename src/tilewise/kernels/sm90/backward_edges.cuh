@@ -74,7 +74,7 @@ __device__ __forceinline__ bool is_blind(Sees sees) {
 // lane and `lanes` lanes per row. The policy is needed for lines, which add to the scores along the
 // queries of a tile. `skips_blind`: in blocks in which no row sees a key, out and dO are not read
 // and sums are not zeroed, and postprocess does not read those sums.
-template <bool bf16, int lanes, int block_rows, typename Extents, typename Policy = Scores<>,
+template <Element element, int lanes, int block_rows, typename Extents, typename Policy = Scores<>,
           bool skips_blind = false>
 __device__ __forceinline__ void preprocess(
     const ParamsOf<PreprocessParams, Policy, Extents>& params) {
@@ -146,13 +146,13 @@ __device__ __forceinline__ void preprocess(
     params.start_s[at] = start;
     params.start_dp[at] = start == -infinity ? 0.0f : sum * params.dp_factor;
   };
-  for_rows<bf16, lanes, edge_threads, block_rows>(params, sequence, batch, head, first_of_lse,
-                                                  first_row, threadIdx.x, take);
+  for_rows<element, lanes, edge_threads, block_rows>(params, sequence, batch, head, first_of_lse,
+                                                     first_row, threadIdx.x, take);
 }
 
 // A block handles 64 rows of one head, whose sums are in the accumulator layout of the product: see
 // DqWarpgroup::add. A thread takes eight columns of the rows r and r + 8.
-template <bool bf16, typename Extents, bool skips_blind = false>
+template <Element element, typename Extents, bool skips_blind = false>
 __device__ __forceinline__ void postprocess(const ParamsOf<PostprocessParams, Extents>& params) {
   ptx::wait_for_previous_grid();
   const auto block = edge_block_at<Extents, edge_rows>(params, edge_block());
@@ -190,8 +190,8 @@ __device__ __forceinline__ void postprocess(const ParamsOf<PostprocessParams, Ex
     u32 low[4], high[4];
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      low[c] = ptx::pack<bf16>(quad[c].x * params.scale, quad[c].y * params.scale);
-      high[c] = ptx::pack<bf16>(quad[c].z * params.scale, quad[c].w * params.scale);
+      low[c] = ptx::pack<element>(quad[c].x * params.scale, quad[c].y * params.scale);
+      high[c] = ptx::pack<element>(quad[c].z * params.scale, quad[c].w * params.scale);
     }
     if (row < sequence.seq_q())
       *reinterpret_cast<uint4*>(dq + row * params.seq_stride + chunk * 8) =

@@ -25,7 +25,7 @@ struct Lane<true> {
 template <BackwardConfig config, typename Policy, typename Extents>
 struct ProductWarpgroup {
   static constexpr int block_q = config.block_q, block_kv = config.block_kv();
-  using ScoreProduct = wgmma::Product<block_q, config.bf16>;
+  using ScoreProduct = wgmma::Product<block_q, config.element>;
   // Why in parts: a product of 256 columns needs more registers than a thread has at launch.
   static constexpr int key_parts = config.head_dim > 192 ? 2 : 1;
   static constexpr int value_parts = config.head_dim_v > 192 ? 2 : 1;
@@ -139,7 +139,7 @@ struct ProductWarpgroup {
         static_assert(parts == 1 || columns % panel_columns == 0);
         const u32 place = low + step * (2 * swizzle_atom_bytes >> 4) +
                           part * (columns / panel_columns) * (panel_bytes(block_q) >> 4);
-        wgmma::Product<columns, config.bf16>::multiply(
+        wgmma::Product<columns, config.element>::multiply(
             sums[part], weights[step], wgmma::descriptor(place, swizzle_atom_bytes), 1);
       }
     }
@@ -476,12 +476,13 @@ struct ProductWarpgroup {
       for (int pair = begin; pair < begin + at_once; ++pair) {
         const float* x = &sums[pair / (count / 8)][pair % (count / 8) * 8];
         const float4 low = other[2 * (pair - begin)], high = other[2 * (pair - begin) + 1];
-        ptx::stmatrix_x4(address + pair / 4 * panel_bytes(block_kv) +
-                             swizzled_chunk(lane % 16, pair % 4 * 2 + lane / 16),
-                         ptx::pack<config.bf16>((x[0] + low.x) * scale, (x[1] + low.y) * scale),
-                         ptx::pack<config.bf16>((x[2] + low.z) * scale, (x[3] + low.w) * scale),
-                         ptx::pack<config.bf16>((x[4] + high.x) * scale, (x[5] + high.y) * scale),
-                         ptx::pack<config.bf16>((x[6] + high.z) * scale, (x[7] + high.w) * scale));
+        ptx::stmatrix_x4(
+            address + pair / 4 * panel_bytes(block_kv) +
+                swizzled_chunk(lane % 16, pair % 4 * 2 + lane / 16),
+            ptx::pack<config.element>((x[0] + low.x) * scale, (x[1] + low.y) * scale),
+            ptx::pack<config.element>((x[2] + low.z) * scale, (x[3] + low.w) * scale),
+            ptx::pack<config.element>((x[4] + high.x) * scale, (x[5] + high.y) * scale),
+            ptx::pack<config.element>((x[6] + high.z) * scale, (x[7] + high.w) * scale));
       }
     }
     if constexpr (!reads_early) rows = stored_rows();
@@ -529,7 +530,7 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
 
   // Computes dS of this step from its weights and dP.
   __device__ __forceinline__ void form_ds(
-      Packed& ds, const Weights<config.keeps_rest(), config.bf16, block_q / 2>& weights,
+      Packed& ds, const Weights<config.keeps_rest(), config.element, block_q / 2>& weights,
       const Fragment& dp, SeenTile tile) {
     const int stage = this->position.stage;
     const float* start = smem.start_s[stage];
@@ -551,7 +552,7 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
             },
             this->ds_unit() / config.weight_factor());
       }
-      ds[i / 8][i / 2 % 4] = ptx::pack<config.bf16>(x[0], x[1]);
+      ds[i / 8][i / 2 % 4] = ptx::pack<config.element>(x[0], x[1]);
     }
     terms.end();
   }
@@ -614,7 +615,7 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
     const int stage = this->position.stage;
     Packed ds, kept;
     {
-      Weights<config.keeps_rest(), config.bf16, block_q / 2> weights;
+      Weights<config.keeps_rest(), config.element, block_q / 2> weights;
       this->exponentiate(s, stage, tile);
       weights.set(s);
       this->wait_dout(this->position);
@@ -625,7 +626,7 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
       if constexpr (dv_with_dk) {
 #pragma unroll
         for (int i = 0; i < block_q / 4; ++i)
-          kept[i / 4][i % 4] = ptx::at_least_zero<config.bf16>(weights.packed[i / 4][i % 4]);
+          kept[i / 4][i % 4] = ptx::at_least_zero<config.element>(weights.packed[i / 4][i % 4]);
       }
     }
     this->store_ds(ds);
@@ -703,7 +704,7 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
         smem.start_s[step][in_block] = start_of_scores(params, lse);
         smem.start_dp[step][in_block] = lse == -infinity ? 0.0f : sum * params.dp_factor;
       };
-      for_rows<config.bf16, lanes, threads, block_q>(
+      for_rows<config.element, lanes, threads, block_q>(
           params, sequence, plan.batch, head, first_of_lse, cursor.q_tile * block_q, thread, take);
       cursor.advance(plan);
     }
@@ -792,7 +793,7 @@ struct DvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
   }
 
   __device__ __forceinline__ void step(Fragment& s, SeenTile& tile, u32 phase, bool last) {
-    Weights<false, config.bf16, block_q / 2> weights;
+    Weights<false, config.element, block_q / 2> weights;
     const int stage = this->position.stage;
     this->exponentiate(s, stage, tile);
     Policy::mark(s, params, typename Base::Place{*this, tile, stage});
@@ -802,7 +803,7 @@ struct DvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
 #pragma unroll
         for (int i = 0; i < block_q / 4; ++i)
           weights.packed[i / 4][i % 4] =
-              ptx::at_least_zero<config.bf16>(weights.packed[i / 4][i % 4]);
+              ptx::at_least_zero<config.element>(weights.packed[i / 4][i % 4]);
       }
       this->wait_dout(this->position);
       this->hold(dv);
@@ -913,8 +914,8 @@ struct DkWarpgroup : ProductWarpgroup<config, Policy, Extents> {
               },
               this->ds_unit());
       }
-      ds[i / 8][i / 2 % 4] = ptx::pack<config.bf16>(x[0], x[1]);
-      ds[i / 8][i / 2 % 4 + 1] = ptx::pack<config.bf16>(x[2], x[3]);
+      ds[i / 8][i / 2 % 4] = ptx::pack<config.element>(x[0], x[1]);
+      ds[i / 8][i / 2 % 4 + 1] = ptx::pack<config.element>(x[2], x[3]);
     }
     terms.end();
     this->arrive(&smem.weights_empty);

@@ -371,7 +371,7 @@ struct DqWarpgroup {
   static constexpr int block_kv = config.block_kv();
   static constexpr int columns = config.dq_columns;
   static constexpr int passes = config.head_dim / columns, parts = passes * config.q_blocks();
-  using Product = wgmma::TransposedProduct<columns, config.bf16>;
+  using Product = wgmma::TransposedProduct<columns, config.element>;
   static_assert(config.head_dim % columns == 0 &&
                 (columns % 64 == 0 || columns == config.head_dim));
 
@@ -467,8 +467,8 @@ struct DqWarpgroup {
         u32 pairs[4];
 #pragma unroll
         for (int c = 0; c < 4; ++c)
-          pairs[c] = ptx::pack<config.bf16>(dq[4 * (i + c) + 2 * r] * params.dqk_scale,
-                                            dq[4 * (i + c) + 2 * r + 1] * params.dqk_scale);
+          pairs[c] = ptx::pack<config.element>(dq[4 * (i + c) + 2 * r] * params.dqk_scale,
+                                               dq[4 * (i + c) + 2 * r + 1] * params.dqk_scale);
         transpose_quad(pairs);
         const int column = pass * columns + (i + thread % 4) * 8;
         if (row + 8 * r < sequence.seq_q() && column < params.head_dim)

@@ -9,18 +9,18 @@
 namespace tilewise::sm90 {
 
 __device__ __forceinline__ float dot_of_pairs_bf16(ptx::u32 a, ptx::u32 b, float sum) {
-  sum = fmaf(ptx::unpack_low<true>(a), ptx::unpack_low<true>(b), sum);
-  return fmaf(ptx::unpack_high<true>(a), ptx::unpack_high<true>(b), sum);
+  sum = fmaf(ptx::unpack_low<Element::bf16>(a), ptx::unpack_low<Element::bf16>(b), sum);
+  return fmaf(ptx::unpack_high<Element::bf16>(a), ptx::unpack_high<Element::bf16>(b), sum);
 }
 __device__ __forceinline__ float dot_of_pairs_fp16(ptx::u32 a, ptx::u32 b, float sum) {
-  sum = fmaf(ptx::unpack_low<false>(a), ptx::unpack_low<false>(b), sum);
-  return fmaf(ptx::unpack_high<false>(a), ptx::unpack_high<false>(b), sum);
+  sum = fmaf(ptx::unpack_low<Element::fp16>(a), ptx::unpack_low<Element::fp16>(b), sum);
+  return fmaf(ptx::unpack_high<Element::fp16>(a), ptx::unpack_high<Element::fp16>(b), sum);
 }
 
-template <bool bf16>
+template <Element element>
 __device__ __forceinline__ float dot(uint4 a, uint4 b) {
   auto pair = [](ptx::u32 x, ptx::u32 y, float sum) {
-    if constexpr (bf16)
+    if constexpr (element == Element::bf16)
       return dot_of_pairs_bf16(x, y, sum);
     else
       return dot_of_pairs_fp16(x, y, sum);
@@ -42,8 +42,8 @@ __device__ __forceinline__ float start_of_scores(const Params& params, float lse
 
 // Calls take(row of the block, row, lse, rowsum(dO * O)) for `block_rows` rows of one head from
 // `first_row` on, in all lanes of a row; `threads` threads do it together.
-template <bool bf16, int lanes, int threads, int block_rows, typename Params, typename Sequence,
-          typename Take>
+template <Element element, int lanes, int threads, int block_rows, typename Params,
+          typename Sequence, typename Take>
 __device__ __forceinline__ void for_rows(const Params& params, const Sequence& sequence, int batch,
                                          int head, long long first_of_lse, int first_row,
                                          int thread, Take take) {
@@ -75,7 +75,7 @@ __device__ __forceinline__ void for_rows(const Params& params, const Sequence& s
 #pragma unroll
     for (int i = 0; i < loaded; ++i) {
       const int in_block = (begin + i) * rows_at_once + thread / lanes;
-      float sum = dot<bf16>(outs[i], douts[i]);
+      float sum = dot<element>(outs[i], douts[i]);
 #pragma unroll
       for (int distance = lanes / 2; distance > 0; distance /= 2)
         sum += __shfl_xor_sync(0xffffffffu, sum, distance);

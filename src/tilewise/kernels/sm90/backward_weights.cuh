@@ -32,7 +32,7 @@ __device__ __forceinline__ void start_from(float (&accumulator)[count], const fl
 //         dK by it.
 //   fp16  is rounded, by adding half a unit to the bits of the float; the rest is the 8 bits below.
 //         Small weights are subnormal in fp16, where truncation would be noticeable.
-template <bool keeps_rest, bool bf16, int count>
+template <bool keeps_rest, Element element, int count>
 struct Weights {
   static constexpr ptx::u32 half_unit = 0x1000;  // of fp16, in the bits of a float
 
@@ -40,14 +40,14 @@ struct Weights {
   ptx::u32 rest[keeps_rest ? count / 4 : 1];
 
   __device__ __forceinline__ void set(const float (&p)[count]) {
-    if constexpr (!keeps_rest || !bf16) pack_block<bf16>(p, packed);
+    if constexpr (!keeps_rest || element != Element::bf16) pack_block<element>(p, packed);
     if constexpr (!keeps_rest) return;
 #pragma unroll
     for (int i = 0; i < count; i += 4) {
       ptx::u32 x[4];
 #pragma unroll
       for (int h = 0; h < 4; ++h) x[h] = __float_as_uint(p[i + h]);
-      if constexpr (bf16) {
+      if constexpr (element == Element::bf16) {
         packed[i / 8][i / 2 % 4] = __byte_perm(x[0], x[1], 0x7632);
         packed[i / 8][i / 2 % 4 + 1] = __byte_perm(x[2], x[3], 0x7632);
       } else {
@@ -63,11 +63,11 @@ struct Weights {
   template <bool marked = false>
   __device__ __forceinline__ float get(int i) const {
     const ptx::u32 pair = packed[i / 8][i / 2 % 4];
-    if constexpr (keeps_rest && bf16) {
+    if constexpr (keeps_rest && element == Element::bf16) {
       const ptx::u32 low = 0x44u + 0x11u * (i % 4);
       return __uint_as_float(__byte_perm(pair, rest[i / 4], (i % 2 ? 0x3200u : 0x1000u) | low));
     }
-    const float rounded = i % 2 ? ptx::unpack_high<bf16>(pair) : ptx::unpack_low<bf16>(pair);
+    const float rounded = i % 2 ? ptx::unpack_high<element>(pair) : ptx::unpack_low<element>(pair);
     if constexpr (!keeps_rest) return rounded;
     // Invariant: the byte holds the 8 bits below those that fp16 keeps. A weight of 0 stays 0.
     const ptx::u32 byte = __byte_perm(rest[i / 4], 0, 0x4404u | (i % 4) << 4) >> 3;

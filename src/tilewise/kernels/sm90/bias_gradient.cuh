@@ -37,10 +37,10 @@ namespace tilewise::sm90 {
 
 // Mirrored field by field by `Config` in engine/sm90/bias_gradient.py.
 struct BiasGradientConfig {
-  bool bf16;       // else fp16
-  int head_dim;    // class of q and k
-  int head_dim_v;  // class of v and dout
-  int slots;       // slots in the ring of operands
+  Element element;  // of the products, and of q, k, v and out
+  int head_dim;     // class of q and k
+  int head_dim_v;   // class of v and dout
+  int slots;        // slots in the ring of operands
 
   TILEWISE_INLINE int block_q() const { return 128; }
   TILEWISE_INLINE int block_kv() const { return 128; }
@@ -206,7 +206,7 @@ template <BiasGradientConfig config, typename Policy, typename Extents>
 struct BiasGradientConsumer : BiasGradientWalk<config, Policy, Extents> {
   using Base = BiasGradientWalk<config, Policy, Extents>;
   using Base::block_kv, Base::block_q, Base::params, Base::smem;
-  using Product = wgmma::Product<config.block_kv(), config.bf16>;
+  using Product = wgmma::Product<config.block_kv(), config.element>;
   using Fragment = float[config.block_kv() / 2];
 
   const int warpgroup;  // 0 or 1
@@ -335,8 +335,8 @@ struct BiasGradientConsumer : BiasGradientWalk<config, Policy, Extents> {
 #pragma unroll
       for (int i = 2 * r; i < block_kv / 2; i += 4) {
         const int column = column_of(i);
-        const ptx::u32 both =
-            ptx::pack<config.bf16>(sums[i] * params.sums_factor, sums[i + 1] * params.sums_factor);
+        const ptx::u32 both = ptx::pack<config.element>(sums[i] * params.sums_factor,
+                                                        sums[i + 1] * params.sums_factor);
         if (key + column >= params.seq_k) continue;
         if (in_pairs) {
           *reinterpret_cast<ptx::u32*>(line + column) = both;

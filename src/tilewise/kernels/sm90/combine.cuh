@@ -25,7 +25,7 @@ struct CombineParams {
 
 constexpr int combine_rows = 4;
 
-template <bool bf16>
+template <Element element>
 __device__ __forceinline__ void combine(const CombineParams& params) {
   constexpr float log2_e = 1.44269504088896341f, ln2 = 0.693147180559945309f;
   const int row = blockIdx.x * combine_rows + threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -61,7 +61,7 @@ __device__ __forceinline__ void combine(const CombineParams& params) {
   ptx::u32 packed[4];
 #pragma unroll
   for (int c = 0; c < 4; ++c)
-    packed[c] = ptx::pack<bf16>(sums[2 * c] * inverse, sums[2 * c + 1] * inverse);
+    packed[c] = ptx::pack<element>(sums[2 * c] * inverse, sums[2 * c + 1] * inverse);
   const int head = row / params.seq_q, batch = head / params.heads;
   ptx::u16* out = static_cast<ptx::u16*>(params.out) + batch * params.batch_stride +
                   (head - batch * params.heads) * params.head_stride +

@@ -15,10 +15,10 @@ enum MaskKind : int { mask_full = 0, mask_causal = 1, mask_window = 2 };
 
 // Mirrored field by field by `Config` in engine/sm90/forward.py.
 struct Config {
-  bool bf16;       // else fp16
-  int head_dim;    // class of q and k: a multiple of 16; smaller heads are zero-filled up to it
-  int head_dim_v;  // class of v and out, likewise
-  int consumers;   // warpgroups of 64 query rows
+  Element element;  // of the products, and of q, k, v and out
+  int head_dim;     // class of q and k: a multiple of 16; smaller heads are zero-filled up to it
+  int head_dim_v;   // class of v and out, likewise
+  int consumers;    // warpgroups of 64 query rows
   int block_kv;
   int k_stages;
   int v_stages;

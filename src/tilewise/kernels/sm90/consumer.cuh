@@ -39,8 +39,8 @@ struct Consumer {
   static constexpr bool early_release = config.mask != mask_window || Policy::has_operands;
   // Whether partial tiles may follow the full ones.
   static constexpr bool partial_last = config.mask == mask_window || HasTileMap<Extents>;
-  using ScoreProduct = wgmma::Product<block_kv, config.bf16>;
-  using ValueProduct = wgmma::Product<config.head_dim_v, config.bf16>;
+  using ScoreProduct = wgmma::Product<block_kv, config.element>;
+  using ValueProduct = wgmma::Product<config.head_dim_v, config.element>;
 
   const ParamsOf<Params, Policy, Extents>& params;
   Smem<config, Extents>& smem;
@@ -333,7 +333,7 @@ struct Consumer {
   }
   // Makes P in the form that step 8 needs.
   __device__ __forceinline__ void pack(const Part& part, int kv_tile) {
-    pack_block<config.bf16>(s, p);
+    pack_block<config.element>(s, p);
     if constexpr (Policy::drops) Policy::drop(p, drawn, params, Place{{*this, part, kv_tile}});
   }
 
@@ -351,7 +351,7 @@ struct Consumer {
     if (__builtin_expect(__any_sync(0xffffffffu, !(block[0] < recoverable_bound &&
                                                    block[1] < recoverable_bound)),
                          0)) {
-      scores_again<config.bf16, config.head_dim, block_kv>(
+      scores_again<config.element, config.head_dim, block_kv>(
           s, ptx::smem_address(smem.q[warpgroup]) + warp * panel_bytes(16),
           ptx::smem_address(smem.k[k_position.stage]));
       load_early(part, kv_tile);
@@ -627,9 +627,9 @@ struct Consumer {
             for (int j = 0; j < config.head_dim_v / 8; ++j) {
               if (j * 8 >= params.head_dim_v) continue;
               const u32 pair = v[(head_offset + key * params.v_seq_stride + j * 8) / 2];
-              const u32 bad = nonfinite_bits<config.bf16>(pair);
-              if (bad & 0x8000u) o[4 * j + 2 * r] += ptx::unpack_low<config.bf16>(pair);
-              if (bad & 0x80000000u) o[4 * j + 2 * r + 1] += ptx::unpack_high<config.bf16>(pair);
+              const u32 bad = nonfinite_bits<config.element>(pair);
+              if (bad & 0x8000u) o[4 * j + 2 * r] += ptx::unpack_low<config.element>(pair);
+              if (bad & 0x80000000u) o[4 * j + 2 * r + 1] += ptx::unpack_high<config.element>(pair);
             }
           });
     }
@@ -693,8 +693,9 @@ struct Consumer {
       const float* x = &rows[8 * (first * 4 + pair)];
       ptx::stmatrix_x4(address + pair / 4 * panel_bytes(64) +
                            swizzled_chunk(lane % 16, pair % 4 * 2 + lane / 16),
-                       ptx::pack<config.bf16>(x[0], x[1]), ptx::pack<config.bf16>(x[2], x[3]),
-                       ptx::pack<config.bf16>(x[4], x[5]), ptx::pack<config.bf16>(x[6], x[7]));
+                       ptx::pack<config.element>(x[0], x[1]), ptx::pack<config.element>(x[2], x[3]),
+                       ptx::pack<config.element>(x[4], x[5]),
+                       ptx::pack<config.element>(x[6], x[7]));
     }
     ptx::fence_proxy_async();
     __syncwarp();

@@ -33,10 +33,10 @@ __device__ __forceinline__ void split_fragment(const GradFragment& x, GradWeight
     float low = x[i], high = x[i + 1];
 #pragma unroll
     for (int part = 0; part < grad_parts; ++part) {
-      const u32 pair = ptx::pack<true>(low, high);
+      const u32 pair = ptx::pack<Element::bf16>(low, high);
       packed[part][i / 8][i / 2 % 4] = pair;
-      low -= ptx::unpack_low<true>(pair);
-      high -= ptx::unpack_high<true>(pair);
+      low -= ptx::unpack_low<Element::bf16>(pair);
+      high -= ptx::unpack_high<Element::bf16>(pair);
     }
   }
 }
@@ -68,7 +68,7 @@ __device__ __forceinline__ void multiply_rows(GradFragment& s, const Parts<dim>&
 #pragma unroll
     for (int step = 0; step < dim / 16; ++step) {
       const int place = step / 4 * panel + step % 4 * 2;
-      wgmma::Product<grad_block, true>::multiply(
+      wgmma::Product<grad_block, Element::bf16>::multiply(
           s, wgmma::descriptor(key_low + place, swizzle_atom_bytes),
           wgmma::descriptor(query_low + place, swizzle_atom_bytes), i != 0 || step != 0);
     }
@@ -105,9 +105,9 @@ __device__ __forceinline__ void add_product(float (&sums)[dim / 2], GradWeights&
         const u32 place = low[0] + term(grad_parts, i).b * part +
                           slice * (columns / panel_columns) * (panel_bytes(grad_block) >> 4) +
                           step * (2 * swizzle_atom_bytes >> 4);
-        wgmma::Product<columns, true>::multiply(fresh, weights[term(grad_parts, i).a][step],
-                                                wgmma::descriptor(place, swizzle_atom_bytes),
-                                                i != 0 || step != 0);
+        wgmma::Product<columns, Element::bf16>::multiply(
+            fresh, weights[term(grad_parts, i).a][step],
+            wgmma::descriptor(place, swizzle_atom_bytes), i != 0 || step != 0);
       }
     }
     wgmma::commit();
@@ -156,7 +156,7 @@ struct GradWarpgroup {
     return plan.kv_tile * grad_block + warp * 16 + lane / 4;
   }
   __device__ __forceinline__ int k_shift() const {
-    return shift_of(params.k_facts[key_tile()].exponent, true);
+    return shift_of(params.k_facts[key_tile()].exponent, Element::bf16);
   }
 
   // Where this thread's scores lie (`at` in common/scores.cuh).
@@ -331,8 +331,8 @@ struct GradDvWarpgroup : GradWarpgroup<config, Policy, Extents> {
   }
 
   __device__ __forceinline__ void step(int k_shift) {
-    const int q_shift = shift_of(params.q_facts[this->query_tile()].exponent, true);
-    const int dout_shift = shift_of(params.dout_facts[this->query_tile()].exponent, true);
+    const int q_shift = shift_of(params.q_facts[this->query_tile()].exponent, Element::bf16);
+    const int dout_shift = shift_of(params.dout_facts[this->query_tile()].exponent, Element::bf16);
     GradFragment s;
     Values values;
     ptx::mbarrier_wait(&smem.q_full[position.stage], position.phase);
@@ -443,10 +443,11 @@ struct GradDkWarpgroup : GradWarpgroup<config, Policy, Extents> {
   __device__ __forceinline__ void step(int v_exponent) {
     const long long tile = this->query_tile();
     const int dout_exponent = params.dout_facts[tile].exponent;
-    const int q_shift = shift_of(params.q_facts[tile].exponent, true);
-    const int unit =
-        shift_of(ds_exponent(dout_exponent, v_exponent, params.term_exponents[tile]), true);
-    const int dp_shift = shift_of(dout_exponent, true) + shift_of(v_exponent, true);
+    const int q_shift = shift_of(params.q_facts[tile].exponent, Element::bf16);
+    const int unit = shift_of(ds_exponent(dout_exponent, v_exponent, params.term_exponents[tile]),
+                              Element::bf16);
+    const int dp_shift =
+        shift_of(dout_exponent, Element::bf16) + shift_of(v_exponent, Element::bf16);
     GradFragment dp;
     ptx::mbarrier_wait(&smem.dout_full[position.stage], position.phase);
     multiply_rows<config.head_dim_v>(dp, smem.v, smem.dout[position.stage]);
@@ -502,7 +503,7 @@ struct GradDqWarpgroup : GradWarpgroup<config, Policy, Extents> {
 #pragma unroll
       for (int step = 0; step < grad_block / 16; ++step) {
         constexpr int rows = 2 * swizzle_atom_bytes >> 4;
-        wgmma::TransposedProduct<columns, true>::multiply(
+        wgmma::TransposedProduct<columns, Element::bf16>::multiply(
             dq, wgmma::descriptor(ds_low + step * rows, swizzle_atom_bytes),
             wgmma::descriptor(k_low + step * rows, swizzle_atom_bytes), i != 0 || step != 0);
       }
@@ -548,7 +549,7 @@ struct GradDqWarpgroup : GradWarpgroup<config, Policy, Extents> {
     constexpr int tiny_exponent = -80;
     const int v_exponent = params.v_facts[this->key_tile()].exponent;
     const int k_exponent = params.k_facts[this->key_tile()].exponent;
-    const int k_shift = shift_of(k_exponent, true);
+    const int k_shift = shift_of(k_exponent, Element::bf16);
     ptx::mbarrier_wait(&smem.k_full, 0);
     for (int i = 0; i < plan.steps; ++i, cursor.advance(plan), room.advance()) {
       const int exponent = ds_exponent(params.dout_facts[this->query_tile()].exponent, v_exponent,
@@ -559,7 +560,7 @@ struct GradDqWarpgroup : GradWarpgroup<config, Policy, Extents> {
       this->arrive(&smem.room_empty[room.stage]);
       if (params.dq == nullptr) continue;
       if (params.dq_tickets != nullptr) await_ticket();
-      add(dq, -shift_of(exponent, true) - k_shift, exponent + k_exponent < tiny_exponent);
+      add(dq, -shift_of(exponent, Element::bf16) - k_shift, exponent + k_exponent < tiny_exponent);
       if (params.dq_tickets != nullptr) pass_ticket();
     }
   }

@@ -11,6 +11,11 @@
 
 namespace tilewise::sm90::float32 {
 
+// What an operand in so many parts is split into.
+TILEWISE_INLINE Element element_of_parts(int parts) {
+  return parts == 3 ? Element::bf16 : Element::fp16;
+}
+
 // Mirrored field by field by `Config` in engine/sm90/float32_forward.py.
 struct Config {
   int parts;       // parts of an operand: 1 or 2 of fp16, or 3 of bf16
@@ -24,10 +29,10 @@ struct Config {
   bool has_terms;  // whether the score policy has any terms; the kernels read them from the policy
   bool pingpong;   // two consumer warpgroups take turns issuing their products
 
-  TILEWISE_INLINE bool bf16() const { return parts == 3; }
+  TILEWISE_INLINE Element part_element() const { return element_of_parts(parts); }
   // The wide exponent range of bf16 needs no admission: such a kernel computes only refused
   // rows.
-  TILEWISE_INLINE bool takes_refused() const { return bf16(); }
+  TILEWISE_INLINE bool takes_refused() const { return part_element() == Element::bf16; }
   TILEWISE_INLINE int block_q() const { return consumers * 64; }
   TILEWISE_INLINE int threads() const { return (consumers + 1) * 128; }
   TILEWISE_INLINE int launch_registers() const { return min_int(65536 / threads() / 8 * 8, 240); }
@@ -82,14 +87,14 @@ constexpr int widest_rows = 14, widest_columns = 12;
 // The power of two by which a tile's values are multiplied before they are split. fp16: the largest
 // value lands in [2^14, 2^15). bf16 has the exponents of float32, so values are not scaled unless
 // lower parts would be denormal or sums would overflow.
-TILEWISE_INLINE int shift_of(int exponent, bool bf16) {
+TILEWISE_INLINE int shift_of(int exponent, Element element) {
   if (exponent == no_exponent) return 0;
-  if (!bf16) return 14 - exponent;
+  if (element != Element::bf16) return 14 - exponent;
   return exponent < -60 ? 80 : exponent >= 119 ? -8 : 0;
 }
 
 // p is in (0, 1]; multiplied by 2^weight_shift it uses the range of fp16.
-TILEWISE_INLINE int weight_shift(bool bf16) { return bf16 ? 0 : 14; }
+TILEWISE_INLINE int weight_shift(Element element) { return element == Element::bf16 ? 0 : 14; }
 
 __device__ __forceinline__ float power_of_two(int exponent) {  // -126 to 127
   return __uint_as_float(static_cast<ptx::u32>(exponent + 127) << 23);

@@ -14,19 +14,19 @@ using ptx::u32;
 using ptx::u64;
 
 // Splits x into its parts, in the A layout of the second product.
-template <int parts, bool bf16, int count>
+template <int parts, Element element, int count>
 __device__ __forceinline__ void split_weights(const float (&x)[count],
                                               u32 (&packed)[parts][count / 8][4]) {
-  constexpr float unit = 1 << weight_shift(bf16);
+  constexpr float unit = 1 << weight_shift(element);
 #pragma unroll
   for (int i = 0; i < count; i += 2) {
     float low = x[i] * unit, high = x[i + 1] * unit;
 #pragma unroll
     for (int part = 0; part < parts; ++part) {
-      const u32 pair = ptx::pack<bf16>(low, high);
+      const u32 pair = ptx::pack<element>(low, high);
       packed[part][i / 8][i / 2 % 4] = pair;
-      low -= ptx::unpack_low<bf16>(pair);
-      high -= ptx::unpack_high<bf16>(pair);
+      low -= ptx::unpack_low<element>(pair);
+      high -= ptx::unpack_high<element>(pair);
     }
   }
 }
@@ -37,7 +37,7 @@ struct BarrierId {
 
 template <Config config, typename Policy, typename Extents>
 struct Consumer {
-  static constexpr bool bf16 = config.bf16();
+  static constexpr Element element = config.part_element();
   static constexpr int parts = config.parts, block_kv = config.block_kv;
   static constexpr int columns = config.value_columns, slices = config.head_dim_v / columns;
   static_assert(slices * columns == config.head_dim_v);
@@ -46,8 +46,8 @@ struct Consumer {
   // core lose half a unit in the last place per step, always towards zero.
   static constexpr int span = min_int(block_kv, 64), spans = block_kv / span;
   static constexpr int pieces = slices * spans;
-  using ScoreProduct = wgmma::Product<block_kv, bf16>;
-  using ValueProduct = wgmma::Product<columns, bf16>;
+  using ScoreProduct = wgmma::Product<block_kv, element>;
+  using ValueProduct = wgmma::Product<columns, element>;
 
   const ParamsOf<Params, Policy, Extents>& params;
   Smem<config, Extents>& smem;
@@ -166,7 +166,7 @@ struct Consumer {
 
   // Steps 2 to 6: s -> p, split.
   __device__ __forceinline__ void weigh(int kv_tile, int k_exponent, int v_exponent) {
-    const int score_shift = min_int(q_shift + shift_of(k_exponent, bf16), 240);
+    const int score_shift = min_int(q_shift + shift_of(k_exponent, element), 240);
     float scale = params.scale_log2, score_unit = 1.0f;
     if constexpr (Policy::transforms) {
       Policy::apply(s, params, PowerOfTwo(-score_shift), Place{*this, kv_tile});
@@ -180,7 +180,7 @@ struct Consumer {
     float top[2], base[2], block[2];
     row_maxima(s, top);
     const float unit =
-        scaled(1.0f, -weight_shift(bf16) - shift_of(v_exponent, bf16) - plan.out_exponent);
+        scaled(1.0f, -weight_shift(element) - shift_of(v_exponent, element) - plan.out_exponent);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       base[r] = top[r] == -infinity ? 0.0f : top[r];
@@ -202,7 +202,7 @@ struct Consumer {
       take[r] *= unit;
     }
     Policy::drop(s, params, Place{*this, kv_tile});
-    split_weights<parts, bf16>(s, p);
+    split_weights<parts, element>(s, p);
   }
 
   // Step 8.
@@ -217,7 +217,7 @@ struct Consumer {
   __device__ __forceinline__ void first_scores(int kv_tile) {
     const int k_exponent = plan.k_facts[kv_tile].exponent;
     const int v_exponent = plan.v_facts[kv_tile].exponent;
-    q_shift = shift_of(plan.q_facts[warpgroup].exponent, bf16);
+    q_shift = shift_of(plan.q_facts[warpgroup].exponent, element);
     ptx::mbarrier_wait(&smem.q_full[warpgroup], 0);
     ptx::mbarrier_wait(&smem.k_full[k_position.stage], k_position.phase);
     await_pingpong();

@@ -72,7 +72,8 @@ __device__ __forceinline__ bool is_tame(const SplitSmem& smem, int rows, int col
 
 template <int parts>
 __device__ __forceinline__ void split_tile(const SplitParams& params, SplitSmem& smem, int index) {
-  constexpr bool bf16 = parts == 3;
+  constexpr Element element = element_of_parts(parts);
+  constexpr bool needs_range = element == Element::fp16;
   int which = 0;
   for (int i = 1; i < max_operands; ++i) which += index >= params.first_tile[i];
   const int seq = params.seq[which], dim = params.dim[which], rows = params.rows[which];
@@ -98,9 +99,9 @@ __device__ __forceinline__ void split_tile(const SplitParams& params, SplitSmem&
       u32 bits = magnitude(eight.x[j]);
       if (bits >= infinity_bits) nonfinite = 1, bits = 0;
       row_max = row_max > bits ? row_max : bits;
-      if (values && !bf16) atomicMax(&smem.columns[column + j], bits);
+      if (values && needs_range) atomicMax(&smem.columns[column + j], bits);
     }
-    if (values && !bf16) atomicMax(&smem.rows[row], row_max);
+    if (values && needs_range) atomicMax(&smem.rows[row], row_max);
     max_bits = max_bits > row_max ? max_bits : row_max;
   }
   max_bits = warp_max(max_bits);
@@ -110,8 +111,8 @@ __device__ __forceinline__ void split_tile(const SplitParams& params, SplitSmem&
     atomicMax(&smem.nonfinite, nonfinite);
   }
   __syncthreads();
-  const int exponent = exponent_of(smem.max_bits), shift = shift_of(exponent, bf16);
-  const bool wide = __syncthreads_or(values && !bf16 && !is_tame(smem, count, dim));
+  const int exponent = exponent_of(smem.max_bits), shift = shift_of(exponent, element);
+  const bool wide = __syncthreads_or(values && needs_range && !is_tame(smem, count, dim));
   if (threadIdx.x == 0)
     params.facts[which][tile] = {exponent, smem.nonfinite ? spread_nonfinite
                                            : wide         ? spread_wide
@@ -136,11 +137,11 @@ __device__ __forceinline__ void split_tile(const SplitParams& params, SplitSmem&
       for (int j = 0; j < 4; ++j) {
         float& low = rest[2 * j];
         float& high = rest[2 * j + 1];
-        packed[j] = ptx::pack<bf16>(low, high);
+        packed[j] = ptx::pack<element>(low, high);
         // A value that is not finite has no remainder: inf - inf would be NaN in a part that meets
         // other values.
-        low = magnitude(low) < infinity_bits ? low - ptx::unpack_low<bf16>(packed[j]) : 0.0f;
-        high = magnitude(high) < infinity_bits ? high - ptx::unpack_high<bf16>(packed[j]) : 0.0f;
+        low = magnitude(low) < infinity_bits ? low - ptx::unpack_low<element>(packed[j]) : 0.0f;
+        high = magnitude(high) < infinity_bits ? high - ptx::unpack_high<element>(packed[j]) : 0.0f;
       }
       ptx::store_global(out + part * stride + i * 8, packed);
     }

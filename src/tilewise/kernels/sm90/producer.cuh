@@ -377,7 +377,7 @@ __device__ __forceinline__ void scan_values(const Params& params, Smem<config, E
       ptx::mbarrier_wait(&smem.v_full[position.stage], position.phase);
       if (plan.partial(kv_tile)) {
         const bool met =
-            zero_nonfinite<config.bf16, sizeof(smem.v[0])>(smem.v[position.stage], lane);
+            zero_nonfinite<config.element, sizeof(smem.v[0])>(smem.v[position.stage], lane);
         if (met) {
           smem.met_nonfinite[slot.stage] = 1;
           ptx::fence_proxy_async();

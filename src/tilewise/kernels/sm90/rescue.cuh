@@ -12,7 +12,7 @@ namespace tilewise {
 // memory. Why: the steady loop overwrites scores with p; when a p overflowed (or a row had no
 // reference yet), the score is needed again. Invariant: q_address is the warp's first row in the
 // warpgroup's Q panels (64 rows each).
-template <bool bf16, int head_dim, int block_kv>
+template <Element element, int head_dim, int block_kv>
 __device__ __forceinline__ void scores_again(float (&s)[block_kv / 2], ptx::u32 q_address,
                                              ptx::u32 k_address) {
   const int lane = threadIdx.x % 32;
@@ -33,8 +33,8 @@ __device__ __forceinline__ void scores_again(float (&s)[block_kv / 2], ptx::u32 
       ptx::ldmatrix_x4(k_address + panel * panel_bytes(block_kv) +
                            swizzled_chunk(row, step % 4 * 2 + lane / 8 % 2),
                        b);
-      ptx::mma_m16n8k16<bf16>(&s[8 * pair], a, b[0], b[1]);
-      ptx::mma_m16n8k16<bf16>(&s[8 * pair + 4], a, b[2], b[3]);
+      ptx::mma_m16n8k16<element>(&s[8 * pair], a, b[0], b[1]);
+      ptx::mma_m16n8k16<element>(&s[8 * pair + 4], a, b[2], b[3]);
     }
   }
 }
@@ -42,7 +42,7 @@ __device__ __forceinline__ void scores_again(float (&s)[block_kv / 2], ptx::u32 
 // Zeroes inf and NaN in `bytes` of shared memory, with the work divided over a warp; returns true
 // if this thread found any. Why: a key that a row may not see gets weight 0, and 0 * inf is NaN.
 // The epilogue adds these values to the rows that do see the key.
-template <bool bf16, int bytes>
+template <Element element, int bytes>
 __device__ __forceinline__ bool zero_nonfinite(unsigned char* matrix, int lane) {
   constexpr int threads = 32;
   static_assert(bytes % (16 * threads) == 0);
@@ -51,14 +51,14 @@ __device__ __forceinline__ bool zero_nonfinite(unsigned char* matrix, int lane) 
 #pragma unroll 8
   for (int i = 0; i < bytes / 16; i += threads) {
     const uint4 x = chunks[i];
-    sums[0] = ptx::add_zero_times<bf16>(x.x, sums[0]);
-    sums[1] = ptx::add_zero_times<bf16>(x.y, sums[1]);
-    sums[2] = ptx::add_zero_times<bf16>(x.z, sums[2]);
-    sums[3] = ptx::add_zero_times<bf16>(x.w, sums[3]);
+    sums[0] = ptx::add_zero_times<element>(x.x, sums[0]);
+    sums[1] = ptx::add_zero_times<element>(x.y, sums[1]);
+    sums[2] = ptx::add_zero_times<element>(x.z, sums[2]);
+    sums[3] = ptx::add_zero_times<element>(x.w, sums[3]);
   }
   if (((sums[0] | sums[1] | sums[2] | sums[3]) & 0x7fff7fffu) == 0) return false;
   auto keep = [](ptx::u32 word) {
-    const ptx::u32 bad = nonfinite_bits<bf16>(word) >> 15;  // 1 in bit 0 and bit 16
+    const ptx::u32 bad = nonfinite_bits<element>(word) >> 15;  // 1 in bit 0 and bit 16
     return word & ~(bad * 0xffffu);
   };
 #pragma unroll 1

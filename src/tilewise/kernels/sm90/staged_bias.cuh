@@ -13,7 +13,7 @@
 
 namespace tilewise::sm90 {
 
-template <Number number, bool paired, Learned learned>
+template <Element number, bool paired, Learned learned>
 struct StagedBias : BiasGradient<number, paired, learned> {
   struct Operands {
     ptx::TensorMap bias_map;  // box 64 rows x 64 keys; dimensions of size 1 where it is broadcast
@@ -22,7 +22,7 @@ struct StagedBias : BiasGradient<number, paired, learned> {
     long long dbias_batch_stride, dbias_head_stride, dbias_row_stride, dbias_key_stride;
     float bias_in, bias_out;
   };
-  static_assert(number != Number::float32);
+  static_assert(number != Element::float32);
   static constexpr bool uses_head = learned != Learned::no;
 
   ptx::u32 address;
@@ -54,9 +54,8 @@ struct StagedBias : BiasGradient<number, paired, learned> {
       ptx::ldmatrix_x4((address ^ i / 8 % 4 * 32) + i / 32 * panel_bytes(64), words);
     else if (i % 8 == 0)
       ptx::ldmatrix_x4_trans(address + i / 8 * panel_bytes(16), words);
-    constexpr bool bf16 = number == Number::bf16;
     const ptx::u32 pair = words[i / 2 % 4];
-    return fmaf(v, in, i % 2 ? ptx::unpack_high<bf16>(pair) : ptx::unpack_low<bf16>(pair));
+    return fmaf(v, in, i % 2 ? ptx::unpack_high<number>(pair) : ptx::unpack_low<number>(pair));
   }
 };
 

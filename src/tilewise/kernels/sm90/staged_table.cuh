@@ -46,7 +46,7 @@ struct TableSlices {
   }
 };
 
-template <Number number, bool learned>
+template <Element number, bool learned>
 struct StagedRelativeBias : RelativeBias<number, learned> {
   using Base = RelativeBias<number, learned>;
   using Bits = typename Base::Bits;

@@ -57,7 +57,7 @@ __device__ __forceinline__ u64 descriptor(u32 low, u32 stride_bytes) {
   return (static_cast<u64>(high) << 32) | low;
 }
 
-template <int n, bool bf16>
+template <int n, Element element>
 struct Product;  // multiply(d, a, b, accumulate): A from shared memory (u64 descriptor) or four
                  // registers
 
@@ -120,18 +120,19 @@ struct Product;  // multiply(d, a, b, accumulate): A from shared memory (u64 des
 
 // i0..i5: the operand numbers that follow the n / 2 accumulators.
 #define TW_PRODUCT(n, i0, i1, i2, i3, i4, i5)                                                  \
-  template <bool bf16>                                                                         \
-  struct Product<n, bf16> {                                                                    \
+  template <Element element>                                                                   \
+  struct Product<n, element> {                                                                 \
+    static_assert(is_16_bit<element>);                                                         \
     __device__ __forceinline__ static void multiply(float (&d)[n / 2], u64 a_desc, u64 b_desc, \
                                                     int accumulate) {                          \
-      if constexpr (bf16)                                                                      \
+      if constexpr (element == Element::bf16)                                                  \
         TW_SS(n, "bf16", i0, i1, i2);                                                          \
       else                                                                                     \
         TW_SS(n, "f16", i0, i1, i2);                                                           \
     }                                                                                          \
     __device__ __forceinline__ static void multiply(float (&d)[n / 2], const u32 (&a)[4],      \
                                                     u64 b_desc, int accumulate) {              \
-      if constexpr (bf16)                                                                      \
+      if constexpr (element == Element::bf16)                                                  \
         TW_RS(n, "bf16", i0, i1, i2, i3, i4, i5);                                              \
       else                                                                                     \
         TW_RS(n, "f16", i0, i1, i2, i3, i4, i5);                                               \
@@ -162,15 +163,16 @@ TW_PRODUCT(256, 128, 129, 130, 131, 132, 133)
                : TW_D##n                                                                    \
                : "l"(a_desc), "l"(b_desc), "r"(accumulate))
 
-template <int n, bool bf16>
+template <int n, Element element>
 struct TransposedProduct;
 
 #define TW_TRANSPOSED_PRODUCT(n, i0, i1, i2)                                                   \
-  template <bool bf16>                                                                         \
-  struct TransposedProduct<n, bf16> {                                                          \
+  template <Element element>                                                                   \
+  struct TransposedProduct<n, element> {                                                       \
+    static_assert(is_16_bit<element>);                                                         \
     __device__ __forceinline__ static void multiply(float (&d)[n / 2], u64 a_desc, u64 b_desc, \
                                                     int accumulate) {                          \
-      if constexpr (bf16)                                                                      \
+      if constexpr (element == Element::bf16)                                                  \
         TW_SS_TRANSPOSED(n, "bf16", i0, i1, i2);                                               \
       else                                                                                     \
         TW_SS_TRANSPOSED(n, "f16", i0, i1, i2);                                                \

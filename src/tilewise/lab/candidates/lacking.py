@@ -83,7 +83,8 @@ def is_aligned(problem: Problem, align: str) -> bool:
     square = problem.seq_q == problem.seq_kv
     if isinstance(mask, Documents):
         square = mask.cu_seqlens_q == mask.cu_seqlens_kv
-    return square or getattr(inner_mask(mask), "align", align) == align
+    inner = inner_mask(mask)
+    return getattr(inner, "offset", 0) == 0 and (square or getattr(inner, "align", align) == align)
 
 
 def is_banded(problem: Problem) -> bool:

@@ -252,7 +252,7 @@ def _term_arguments(problem: Problem, inputs: Inputs) -> dict[str, Any]:
 
 
 def _is_top_left_causal(problem: Problem) -> bool:
-    return isinstance(problem.mask, Causal) and (problem.mask.align == "top-left" or problem.seq_q == problem.seq_kv)
+    return isinstance(problem.mask, Causal) and problem.band.offset == 0
 
 
 def builds_mask(problem: Problem) -> bool:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ... import ladder
+from ...element import from_number
 from ...engine.backend import Direction, Fused
 from ...errors import InvalidInput, UnsupportedProblem
 from ...operands import INPUTS
@@ -142,6 +143,6 @@ def _config(backend: Any, head: str, text: str) -> Any:
     for made in getattr(backend, "config_types", None) or (backend.Config,):
         fields = {field.name: field for field in dataclasses.fields(made)}
         if set(given) == set(fields):
-            return made(**{name: bool(n) if fields[name].type == "bool" else n for name, n in given.items()})
+            return made(**{name: from_number(str(fields[name].type), n) for name, n in given.items()})
     wanted = ",".join(f"{name}=N" for name in fields)
     raise InvalidInput("candidate", repr(f"{head}{_AT}{text}"), f"{head}{_AT}{wanted}", "name every field once")

@@ -7,6 +7,10 @@ of a variant, for which no plan is made: a rung of the ladder, or a backend with
 is a digest of the host's part: the config, and of every launch its grid, its threads and the numbers among its
 arguments; of a rung, the config and its module. All of it follows from the plan or the variant, and can be found again
 on a machine without a GPU: a measurement is older than the sources where the same call launches something else today.
+
+A source may change without its machine code: a type is renamed, a function moves to another header. Such a change makes
+no measurement older. benchmarks/machine_code.json has, for translation units by their digests, a digest of the machine
+code that the pinned compiler makes of them; tools/machine_code.py writes it and checks it.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +42,7 @@ if TYPE_CHECKING:
 
 Launched = dict[str, Any]
 STEP = ("step",)
+MACHINE_CODE = Path(__file__).resolve().parents[4] / "benchmarks" / "machine_code.json"
 _COMMENT = re.compile(rb"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _DIGITS = 12
 _OTHER_SOURCES = {"triton": ("tilewise.triton.kernels",)}  # of backends whose kernels are Python; found, not imported
@@ -45,7 +51,7 @@ _OTHER_SOURCES = {"triton": ("tilewise.triton.kernels",)}  # of backends whose k
 def launched(chosen: Plan, timed: Sequence[str], kernels: Path = KERNELS) -> Launched:
     """What the plan launches in the directions that are timed: forward, backward or step."""
     programs = _programs(chosen, timed)
-    units = {unit.label: unit_digest(unit, kernels) for program in programs for unit in program.units}
+    units = {unit.label: unit_digest(unit, kernels) for unit in _units(programs)}
     host = [str(chosen.config), str(chosen.backward_config), *(part for one in programs for part in _host(one))]
     return {
         "problem": chosen.problem.to_dict(),
@@ -64,7 +70,7 @@ def of_variant(
     backend, config = resolve(name)
     if isinstance(backend, Fused | Direction):
         programs = _of_backend(head.removesuffix(BACKWARD), problem, target, config, timed)
-        units = [unit for program in programs for unit in program.units]
+        units = _units(programs)
         host = [str(config), *(part for one in programs for part in _host(one))]
         sources = {}
     else:
@@ -113,6 +119,17 @@ def today(known: Launched, target: Target, timed: Sequence[str], kernels: Path =
     return launched(plan(problem, target, asked), timed, kernels)
 
 
+def kernels_of(known: Launched, target: Target) -> list[Unit]:
+    """The translation units of the same call, forward and backward, by the sources at hand; none of a Python kernel."""
+    problem, asked = Problem.from_dict(known["problem"]), known["asked"]
+    if not is_variant(asked):
+        return _units(_programs(plan(problem, target, asked), STEP))
+    backend, config = resolve(asked)
+    if isinstance(backend, Fused | Direction):
+        return _units(_of_backend(asked.partition("@")[0].removesuffix(BACKWARD), problem, target, config, STEP))
+    return units_of(backend, problem, config or next(iter(backend.configs(problem, target)), None), target.arch)
+
+
 def difference(known: Launched, now: Launched) -> str:
     """What the sources at hand launch instead of what was measured; empty where that is the same."""
     if known["backend"] != now["backend"]:
@@ -120,9 +137,21 @@ def difference(known: Launched, now: Launched) -> str:
     before, after = known["units"], now["units"]
     if others := [label for label in after if label not in before] or [label for label in before if label not in after]:
         return f"launches other kernels: {', '.join(others)}"
-    if changed := [label for label in after if before[label] != after[label]]:
+    if changed := [label for label in after if not _same_code(before[label], after[label])]:
         return f"the sources of {', '.join(changed)} have changed"
     return "" if known["program"] == now["program"] else "is launched with another config or another grid"
+
+
+def _same_code(before: str, after: str) -> bool:
+    """Whether two translation units, by their digests, are the same or known to become the same machine code."""
+    code = machine_code()
+    return before == after or (before in code and code[before] == code.get(after))
+
+
+@functools.cache
+def machine_code() -> dict[str, str]:
+    """The digest of a translation unit -> that of its machine code, as far as the checkout knows them."""
+    return dict(json.loads(MACHINE_CODE.read_text(encoding="utf-8"))["units"]) if MACHINE_CODE.is_file() else {}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -145,6 +174,10 @@ def _programs(chosen: Plan, timed: Sequence[str]) -> list[Program]:
     directions = {"forward": chosen.forward, "backward": chosen.backward}
     wanted = [program for what, program in directions.items() if what in timed or "step" in timed]
     return [program for program in wanted if program is not None]
+
+
+def _units(programs: Sequence[Program]) -> list[Unit]:
+    return [unit for program in programs for unit in program.units]
 
 
 def _host(program: Program) -> list[str]:

@@ -14,20 +14,19 @@
 
 namespace tilewise {
 
-enum class Number { bf16, fp16, float32 };
 enum class Learned { no, stored, added };
 
-template <Number number>
+template <Element number>
 struct BitsOf {
   using Type = ptx::u16;
 };
 template <>
-struct BitsOf<Number::float32> {
+struct BitsOf<Element::float32> {
   using Type = float;
 };
 
 // The gradient of the bias.
-template <Number number, bool paired, Learned learned>
+template <Element number, bool paired, Learned learned>
 struct BiasGradient {
   using Bits = typename BitsOf<number>::Type;
 
@@ -56,27 +55,27 @@ struct BiasGradient {
     if (!dplace.exists(i)) return;
     if (by_pairs) {
       Bits* to = dbias + dplace.offset<true>(i - 1);
-      if constexpr (number == Number::float32)
+      if constexpr (number == Element::float32)
         *reinterpret_cast<float2*>(to) = float2{first_ds, ds};
       else
-        *reinterpret_cast<ptx::u32*>(to) = ptx::pack<number == Number::bf16>(first_ds, ds);
+        *reinterpret_cast<ptx::u32*>(to) = ptx::pack<number>(first_ds, ds);
     } else {
       Bits* to = dbias + dplace.offset<paired>(i);
-      if constexpr (number == Number::float32)
+      if constexpr (number == Element::float32)
         *to = ds;
       else
-        *to = static_cast<Bits>(ptx::pack<number == Number::bf16>(ds, 0.0f));
+        *to = static_cast<Bits>(ptx::pack<number>(ds, 0.0f));
     }
   }
 };
 
-template <Number number, bool paired>
+template <Element number, bool paired>
 struct BiasGradient<number, paired, Learned::no> {
   template <typename Params, typename At>
   __device__ __forceinline__ BiasGradient(const Params&, const At&) {}
 };
 
-template <Number number, bool paired, Learned learned>
+template <Element number, bool paired, Learned learned>
 struct Bias : BiasGradient<number, paired, learned> {
   struct Operands {
     const void* bias;
@@ -111,17 +110,16 @@ struct Bias : BiasGradient<number, paired, learned> {
     second = 0.0f;
     if (checks && !place.exists(i)) return 0.0f;
     const Bits* from = bias + place.offset<paired>(i);
-    if constexpr (number == Number::float32) {
+    if constexpr (number == Element::float32) {
       if (!by_pairs) return __ldg(from);
       const float2 both = __ldg(reinterpret_cast<const float2*>(from));
       second = both.y;
       return both.x;
     } else {
-      constexpr bool bf16 = number == Number::bf16;
-      if (!by_pairs) return ptx::unpack_low<bf16>(__ldg(from));
+      if (!by_pairs) return ptx::unpack_low<number>(__ldg(from));
       const ptx::u32 both = __ldg(reinterpret_cast<const ptx::u32*>(from));
-      second = ptx::unpack_high<bf16>(both);
-      return ptx::unpack_low<bf16>(both);
+      second = ptx::unpack_high<number>(both);
+      return ptx::unpack_low<number>(both);
     }
   }
   __device__ __forceinline__ bool holds(int count) const { return place.holds(count); }

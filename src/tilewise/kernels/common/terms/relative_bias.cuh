@@ -16,7 +16,7 @@
 
 namespace tilewise {
 
-template <Number number, bool learned>
+template <Element number, bool learned>
 struct RelativeBias {
   struct Operands {
     const void* table;
@@ -113,10 +113,10 @@ struct RelativeBias {
     return number_of(__ldg(checks ? table + index(block, h) * stride : first + step));
   }
   static __device__ __forceinline__ float number_of(Bits bits) {
-    if constexpr (number == Number::float32)
+    if constexpr (number == Element::float32)
       return bits;
     else
-      return ptx::unpack_low<number == Number::bf16>(bits);
+      return ptx::unpack_low<number>(bits);
   }
   // The bias of element i; called in ascending order.
   __device__ __forceinline__ float at(int i) {
@@ -222,7 +222,7 @@ struct RelativeBias {
 };
 
 // For a backward whose sums have an order.
-template <Number number, bool learned>
+template <Element number, bool learned>
 struct OrderedRelativeBias : RelativeBias<number, false> {
   static_assert(learned);
   using Base = RelativeBias<number, false>;
