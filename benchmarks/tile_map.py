@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from suites import variants
 
 from tilewise import Target
 from tilewise.engine import run
@@ -33,7 +34,7 @@ from tilewise.lab.measure import accuracy, environment, timing
 from tilewise.lab.measure.compare import median
 from tilewise.lab.model import launched
 from tilewise.lab.render import map_docs
-from tilewise.lab.studies import kept, variants
+from tilewise.lab.studies import kept
 from tilewise.plan import plan
 
 if TYPE_CHECKING:

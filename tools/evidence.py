@@ -136,7 +136,7 @@ def measure(found: Lacking, pool: Pool, stop: float, *, compiled: bool) -> bool:
     """Measure what is lacking, bunch by bunch, until the time is up; whether all of it was."""
     on_gpu = found.rows[0].device.startswith("cuda")
     usual = Settings(rounds=ROUNDS, time_limit=60.0, seed=SEEDS.get(found.suite, 0), together=on_gpu, overhead=True)
-    settings = replace(usual, **suites.SETTINGS.get(found.suite, {"round_seconds": 0.03 if on_gpu else 0.1}))
+    settings = replace(usual, **suites.settings_of(found.suite) or {"round_seconds": 0.03 if on_gpu else 0.1})
     if on_gpu and not compiled:
         bench.compile_ahead(found.rows, settings)
     before = found.before

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 
+import eager
 import pytest
 import torch
 
@@ -15,10 +14,6 @@ from tilewise.lab.render import host_docs
 pytest.importorskip("transformers")
 
 ROOT = Path(__file__).resolve().parents[2]
-spec = importlib.util.spec_from_file_location("benchmarks_eager", ROOT / "benchmarks" / "eager.py")
-eager = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = eager
-spec.loader.exec_module(eager)
 
 
 @pytest.mark.parametrize("family", eager.FAMILIES)

@@ -43,7 +43,7 @@ def made_up(
     errors = {"out": {"norm": 2e-3, "worst_row": 3e-3}}
     done = []
     h200 = Target.named("h200")
-    for plain in suites.SUITES[name]:
+    for plain in suites.rows_of(name):
         row = replace(plain, candidates=tuple(dict.fromkeys((*plain.candidates, *suites.peers_of(name, plain)))))
         seconds = 1e-9 * row.problem.seq_q
         outcomes = [Outcome(candidate, VERIFIED, errors=errors) for candidate in row.candidates]
@@ -121,7 +121,7 @@ def test_blocks_are_rewritten_and_nothing_else(tmp_path: Path) -> None:
     assert "| forward | forward | 2.00 | 2.00 |" in after
     assert "| backward | backward | | | | not measured | |" in after
     assert "| grouped | forward + backward + step | | | | not measured | |" in after
-    assert after.count("\n| bfloat16 ") == len(suites.SUITES["forward"])
+    assert after.count("\n| bfloat16 ") == len(suites.rows_of("forward"))
     assert "all rows, against the fastest that is not ours: geomean 2.000, worst 2.000" in after
     assert "[0.json](benchmarks/results/0.json)" in after
     page.path.write_text(after)
@@ -161,12 +161,12 @@ def test_problems_that_are_timed_in_several_ways_have_a_line_each(tmp_path: Path
     (page,) = docs.pages(root)
     grouped, drawn, summary = page.after.split("<!-- /bench -->\n")[:3]
     assert "| problem | forward | backward | step |" in grouped
-    assert grouped.count("\n| bfloat16 ") == len(suites.SUITES["grouped"]) // 3
-    assert grouped.count(" 2.00x, ") == len(suites.SUITES["grouped"])
+    assert grouped.count("\n| bfloat16 ") == len(suites.rows_of("grouped")) // 3
+    assert grouped.count(" 2.00x, ") == len(suites.rows_of("grouped"))
     assert "| bfloat16 1x32x4096x128 kv8 causal Llama-3-8B |" in grouped
     assert "| problem | forward graph | forward eager | backward graph | backward eager |" in drawn
-    assert drawn.count(" 2.00x, ") == len(suites.SUITES["drawn"])
-    assert len(re.findall(r"seed0#\d\d \|", drawn)) == len(suites.SUITES["drawn"]) // 4
+    assert drawn.count(" 2.00x, ") == len(suites.rows_of("drawn"))
+    assert len(re.findall(r"seed0#\d\d \|", drawn)) == len(suites.rows_of("drawn")) // 4
     for kind in ("forward graph", "forward eager", "backward graph", "backward eager"):
         assert re.search(rf"^- {kind}: geomean 2\.000, .*0 of \d+ under 0\.97 \(0\.0%\)", drawn, re.MULTILINE)
         assert f"| drawn | {kind} | 2.00 | 2.00 | 0% |" in summary
@@ -184,7 +184,7 @@ def test_goals_stand_beside_what_was_reached(tmp_path: Path) -> None:
     assert columns[:2] == ["row", "us"]
     assert rule.count("|") == head.count("|") == len(columns) + 1
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| bfloat16")]
-    assert [row[0] for row in rows] == [row.name for row in suites.SUITES["variants"]]
+    assert [row[0] for row in rows] == [row.name for row in suites.rows_of("variants")]
     by_name = {row[0]: dict(zip(columns, row, strict=True)) for row in rows}
     biased = by_name["bfloat16 4x16x4096x128 bias forward"]
     assert (biased["ratio"], biased["floor, aim"]) == ("2.00x", "1.25, 1.40")
@@ -259,7 +259,7 @@ def test_another_library_that_is_faster_than_pytorch_is_named(tmp_path: Path) ->
         fast |= {what: [[seconds[0][0] / 4]] * 7 for what in row["times"] for seconds in [fast[what]]}
     text = "<!-- bench grouped problems -->\n<!-- /bench -->\n"
     (page,) = docs.pages(checkout(tmp_path, record, text=text))
-    assert page.after.count("| 0.50x fa4 (PyTorch: 2.00x), ") == len(suites.SUITES["grouped"])
+    assert page.after.count("| 0.50x fa4 (PyTorch: 2.00x), ") == len(suites.rows_of("grouped"))
     assert "- backward: geomean 0.500" in page.after
     assert "- backward, against PyTorch's own paths: geomean 2.000" in page.after
     text = "<!-- bench summary -->\n<!-- /bench -->\n"

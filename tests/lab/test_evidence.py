@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import shutil
 from dataclasses import replace
@@ -11,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import evidence
 import pytest
 from test_docs import checkout, made_up
 
@@ -31,11 +31,6 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 H200 = Target.named("h200")
-spec = importlib.util.spec_from_file_location("evidence", ROOT / "tools" / "evidence.py")
-assert spec is not None
-assert spec.loader is not None
-evidence = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(evidence)
 
 
 def shortcomings(record: dict[str, Any]) -> dict[str, str]:
@@ -95,7 +90,7 @@ def test_a_row_is_no_evidence_without(change: Callable[[dict[str, Any]], None], 
     assert shortcomings(record) == {}
     change(record)
     found = shortcomings(record)
-    assert list(found) == [suites.SUITES["backward"][3].name]
+    assert list(found) == [suites.rows_of("backward")[3].name]
     assert why in next(iter(found.values()))
 
 
@@ -116,7 +111,7 @@ def test_the_check_of_the_documents_fails_where_a_record_lacks_something(tmp_pat
     page.path.write_text(page.after)
     assert "[0.json]" in page.after
     assert evidence.complaints(root) == []
-    name = suites.SUITES["backward"][3].name
+    name = suites.rows_of("backward")[3].name
     for change, why in CHANGES:
         record = made_up("backward")
         change(record)
@@ -290,7 +285,7 @@ def changed(kernels: Path) -> dict[str, set[str]]:
     """Rows of some suites that launch something else by these headers, by suite and direction."""
     found: dict[str, set[str]] = {}
     for name in ("forward", "backward", "float32", "sm80", "packed", "decode"):
-        for row in suites.SUITES[name]:
+        for row in suites.rows_of(name):
             chosen = plan(row.problem, H200, Candidate(row.candidates[0]).backend if name == "sm80" else "auto")
             before, now = (launched.launched(chosen, row.timed, where) for where in (KERNELS, kernels))
             if launched.difference(before, now):
@@ -373,7 +368,7 @@ def test_rows_that_were_measured_again_take_the_place_of_the_earlier_ones(tmp_pa
 
 
 def test_rows_of_one_problem_are_measured_together() -> None:
-    rows = list(suites.SUITES["grouped"])
+    rows = list(suites.rows_of("grouped"))
     found = list(evidence.bunches(rows))
     assert [row for bunch in found for row in bunch] == rows
     assert len(found) > 3
@@ -382,13 +377,13 @@ def test_rows_of_one_problem_are_measured_together() -> None:
 
 
 def test_what_is_lacking_is_asked_for_again(tmp_path: Path) -> None:
-    assert len(evidence.lacking("backward", "NVIDIA H200", tmp_path).rows) == len(suites.SUITES["backward"])
+    assert len(evidence.lacking("backward", "NVIDIA H200", tmp_path).rows) == len(suites.rows_of("backward"))
     record = made_up("backward")
     with_another_grid(record)
     without_a_row(record)
     kept.write(record, tmp_path / "h200-backward.json")
     found = evidence.lacking("backward", "NVIDIA H200", tmp_path)
-    assert [row.name for row in found.rows] == [suites.SUITES["backward"][3].name]
+    assert [row.name for row in found.rows] == [suites.rows_of("backward")[3].name]
     assert found.path.name == "h200-backward.json"
     assert found.seconds > 0
 
@@ -398,7 +393,7 @@ def test_a_record_reads_back_as_it_was_measured(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     kept.write(record, path)
     once, again = records.read(path), kept.expanded(kept.read(path))
-    assert [one.row.problem for one in once.comparisons] == [row.problem for row in suites.SUITES["backward"]]
+    assert [one.row.problem for one in once.comparisons] == [row.problem for row in suites.rows_of("backward")]
     assert [row["candidates"][0]["ratio"] for row in again["rows"]] == [
         pytest.approx(row["candidates"][0]["ratio"]) for row in record["rows"]
     ]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tile_map as cost
 import torch
 
 import emulation
@@ -20,12 +19,6 @@ from tilewise.lab.render import map_docs
 from tilewise.lab.studies import bench
 
 ROOT = Path(__file__).resolve().parents[2]
-spec = importlib.util.spec_from_file_location("benchmarks_tile_map", ROOT / "benchmarks" / "tile_map.py")
-assert spec is not None
-assert spec.loader is not None
-cost = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = cost
-spec.loader.exec_module(cost)
 H200 = Target.named("h200")
 
 

@@ -36,7 +36,7 @@ def bench(
     output: Annotated[OutputOptions, taking("save", "results", "record", "verbose", "quiet", "json", "page")],
     suite: Annotated[
         list[str] | None,
-        typer.Option(help=f"Of {', '.join(suites.SUITES)}; may be repeated; or {host.SUITE}. cpu by default."),
+        typer.Option(help=f"Of {', '.join(suites.names())}; may be repeated; or {host.SUITE}. cpu by default."),
     ] = None,
     only: Only = None,
     seconds: Annotated[
@@ -106,7 +106,7 @@ def _settings(name: str, rows: list[Row], run: RunOptions, seconds: float | None
         overhead=True,
         together=on_gpu,
     )
-    settings = replace(usual, **suites.SETTINGS.get(name, {}))
+    settings = replace(usual, **suites.settings_of(name))
     return replace(settings, round_seconds=seconds or settings.round_seconds)
 
 

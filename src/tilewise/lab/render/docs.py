@@ -24,8 +24,7 @@ from .. import report
 from ..candidates.names import FLEX, Candidate
 from ..measure import statistics, words
 from ..measure.compare import REFUSED, geomean, summary
-from ..studies import bench, records
-from ..studies.suites import SUITES
+from ..studies import bench, records, suites
 from . import host_docs, ladder_docs, map_docs, models_docs, plots, report_docs, tune_docs
 from .pages import rebuilt, record_of
 
@@ -139,7 +138,7 @@ def parse_marker(text: str, path: Path) -> Asked:
     plain = [word for word in words if not word.startswith("gpu=")]
     view = plain.pop() if plain and plain[-1] in _VIEWS else ""
     suite = plain.pop() if plain else ""
-    if not view or plain or (suite not in SUITES and not (view in _OF_SEVERAL and not suite)):
+    if not view or plain or (suite not in suites.names() and not (view in _OF_SEVERAL and not suite)):
         raise InvalidInput(
             f"marker in {path.name}", repr(text), f"[SUITE] {'|'.join(_VIEWS)} [gpu=NAME]", "correct the marker"
         )
@@ -307,7 +306,8 @@ def _sums(comparisons: list[Comparison]) -> list[str]:
 
 def _summary(kept: list[Record], gpu: str, root: Path, path: Path) -> list[str]:
     lines = list(_SUMMARY)
-    for name, rows in SUITES.items():
+    for name in suites.names():
+        rows = suites.rows_of(name)
         on_gpu = rows[0].device.startswith("cuda")
         record = records.newest(kept, name, gpu if on_gpu else "")
         timed = " + ".join(dict.fromkeys(what for row in rows for what in row.timed))

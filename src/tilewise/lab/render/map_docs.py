@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from ..measure.compare import median
-from ..studies import variants
 from . import models_docs
 
 PAGE = Path("docs/kernels/terms.md")
 KIND, SUITE = "tilewise tile map", "tile-map"
+SEQ = 4096  # rows and keys of the suite `variants`
 SHARE = 0.05  # of the forward that it serves: what a map may take,
 BANDWIDTH, MORE_SECONDS = 0.75, 4e-6  # or a read of the tensor at this share of the memory's rate, and a little more
 COLUMNS = ("mask", ">MiB", ">map, us", ">of the forward", ">allowed, us", ">step's map, us", ">of the step", "reached")
@@ -51,7 +51,7 @@ def _cells(row: dict[str, Any], bytes_per_second: float) -> list[str]:
 
 
 def _is_whole(settings: dict[str, Any]) -> bool:
-    return not settings["only"] and settings["seq"] == variants.SEQ
+    return not settings["only"] and settings["seq"] == SEQ
 
 
 def _table(root: Path) -> list[str]:
