@@ -30,7 +30,7 @@ LAYERS = [
 TOP = {"lab", "integrations"}
 # The same inside the lab: modules, then folders.
 LAB = [
-    "units", "processes", "report", "validation", "candidates", "model", "measure", "studies", "watch", "render",
+    "units", "processes", "report", "candidates", "model", "measure", "studies", "watch", "render",
     "commands",
 ]  # fmt: skip
 ABOVE_ALL = {"__init__", "__main__", "_flash"}

@@ -7,9 +7,9 @@ from pathlib import Path
 import eager
 import pytest
 import torch
+from documents import programs
 
 from support import budget
-from tilewise.lab.render import host_docs
 
 pytest.importorskip("transformers")
 
@@ -51,7 +51,7 @@ def test_a_decoded_token_is_verified_before_it_is_timed():
 
 
 def test_every_kind_has_its_words_in_the_table():
-    assert set(host_docs._WHATS) == set(eager.KINDS)
+    assert set(programs._WHATS) == set(eager.KINDS)
 
 
 def test_rows_compare_with_sdpa_what_is_right():

@@ -835,8 +835,6 @@ def test_bad_usage_is_a_message(tmp_path: Path) -> None:
         assert result.exit_code == 2
         assert "nope" in result.stderr or "--repeat" in result.stderr
         assert "Traceback" not in result.output
-    result = CliRunner().invoke(app, ["bench", "--suite", "host", "--suite", "cpu"])
-    assert (result.exit_code, "host alone" in result.stderr) == (2, True)
 
 
 def test_decoding_rows_rotate_and_stand_beside_the_bound_of_memory() -> None:

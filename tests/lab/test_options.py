@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import magnitudes
 import pytest
 import torch
 import typer.main
@@ -24,16 +25,22 @@ from tilewise.lab.commands import ladder as cli_ladder
 from tilewise.lab.commands import options, output
 from tilewise.lab.commands import tune as cli_tune
 from tilewise.lab.commands.app import app
-from tilewise.lab.commands.command import USAGE, _with_json_values
+from tilewise.lab.commands.command import USAGE, _with_json_values, program
 from tilewise.lab.measure import compare
 from tilewise.lab.measure.compare import VERIFIED, Comparison, Outcome, Row
 from tilewise.lab.studies import bench, builds, diff, inspect, kept
 from tilewise.plan import plan
 from tilewise.target import TARGETS, Target
 
+MAGNITUDES = program(magnitudes.magnitudes)
+
 
 def run(command: str, *more: str) -> Any:
-    return CliRunner().invoke(app, [*command.split(), *more])
+    """A command of `tilewise`, or that of tools/."""
+    words = [*command.split(), *more]
+    if words[:1] == ["magnitudes"]:
+        return CliRunner().invoke(MAGNITUDES, words[1:])
+    return CliRunner().invoke(app, words)
 
 
 @pytest.fixture
@@ -142,7 +149,7 @@ def test_a_path_that_cannot_be_written_is_told_before_anything_is_measured(
 
 
 @pytest.mark.parametrize(
-    "command", ["bench --save", "tune --shape 1,1,8,8 --save", "ladder --save", "magnitudes --save", "bench --plot x"]
+    "command", ["bench --save", "tune --shape 1,1,8,8 --save", "ladder --save", "magnitudes --save"]
 )
 @pytest.mark.usefixtures("_unmeasured")
 def test_so_is_a_folder(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -446,5 +453,6 @@ def test_what_to_do_without_a_gpu_is_something_the_command_can_do(command: str, 
 @pytest.mark.parametrize("name", ["bench", "check", "cycles", "inspect", "ladder", "magnitudes", "trace", "tune"])
 def test_every_measuring_command_writes_json_and_html(name: str) -> None:
     commands: Any = typer.main.get_command(app)
-    taken = {option for parameter in commands.commands[name].load().params for option in parameter.opts}
+    found = typer.main.get_command(MAGNITUDES) if name == "magnitudes" else commands.commands[name].load()
+    taken = {option for parameter in found.params for option in parameter.opts}
     assert {"--json", "--html"} <= taken
