@@ -12,6 +12,6 @@ SUITE = Suite(
         for shape in ((2, 8, 512, 64), (1, 16, 1024, 64), (1, 32, 512, 128), (1, 8, 256, 64))
         for mask in FULL_AND_CAUSAL
     ),
-    {"overhead": False},
+    {"round_seconds": 0.02, "overhead": False, "more_seconds": 2.0},
     (FA3, FA4),
 )

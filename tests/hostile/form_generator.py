@@ -15,14 +15,13 @@ os.environ["TILEWISE_POISON"] = "1"
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import argparse
-import functools
 import math
 import random
 import sys
 import time
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from concurrent.futures import ProcessPoolExecutor, wait
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -63,6 +62,7 @@ class Problem(NamedTuple):
 class Outcome(NamedTuple):
     problem: Problem
     what: str  # matched, refused, or what is wrong
+    seconds: float = 0.0
 
 
 def space(device: str) -> Space:
@@ -209,6 +209,13 @@ def draw(problem: Problem) -> Case:
 
 
 def run(problem: Problem) -> Outcome:
+    begun = time.monotonic()
+    what = _outcome(problem)
+    return Outcome(problem, what, time.monotonic() - begun)
+
+
+def _outcome(problem: Problem) -> str:
+    """matched, refused, or what is wrong."""
     try:
         if problem.form == "cached":
             wrong = _run_cached(problem)
@@ -223,25 +230,44 @@ def run(problem: Problem) -> Outcome:
             except UnsupportedProblem:
                 if case.asked.backend == "auto" and not (case.visible.is_cuda and case.may_be_refused):
                     raise
-                return Outcome(problem, "refused")
+                return "refused"
             wrong = f"{case}: {wrong}" if wrong else ""
     except Exception as error:
         wrong = f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
-    return Outcome(problem, wrong or "matched")
+    return wrong or "matched"
 
 
-def _run_before(stop: float, problem: Problem) -> Outcome | None:
-    """None when the time is up. All processes share the clock."""
-    return run(problem) if time.monotonic() < stop else None
+def _run_before(stop: float, problems: list[Problem]) -> list[Outcome]:
+    """Those that begin before `stop`. All processes share the clock."""
+    return [run(problem) for problem in problems if time.monotonic() < stop]
+
+
+_CHUNK = 5  # neighbours, which share kernels, run in one process
+_PATIENCE = 60.0  # seconds that problems which have begun may still take when the time is up
 
 
 def run_all(problems: Iterable[Problem], processes: int | None, stop: float = math.inf) -> list[Outcome]:
-    """The outcomes of the problems that begin before `stop`."""
-    work = functools.partial(_run_before, stop)
+    """The outcomes of the problems that begin before `stop`. What then does not end, or ends its process, is a failure
+    of its own, and the outcomes of all others are kept."""
     if not processes:
-        return [one for one in map(work, problems) if one is not None]
-    with ProcessPoolExecutor(processes, get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        return [one for one in pool.map(work, problems, chunksize=5) if one is not None]
+        return _run_before(stop, list(problems))
+    found = []
+    start = {"initializer": torch.set_num_threads, "initargs": (1,)}
+    with ProcessPoolExecutor(processes, get_context("spawn"), **start) as pool:  # type: ignore[arg-type]
+        waiting = list(problems)
+        chunks = [waiting[first : first + _CHUNK] for first in range(0, len(waiting), _CHUNK)]
+        begun = {pool.submit(_run_before, stop, chunk): chunk for chunk in chunks}
+        _, late = wait(begun, None if stop == math.inf else max(0.0, stop - time.monotonic()) + _PATIENCE)
+        for child in active_children() if late else ():
+            child.kill()
+        for future, chunk in begun.items():
+            if future in late:
+                found.append(Outcome(chunk[0], f"this or one of the next {len(chunk) - 1} did not end"))
+            elif error := future.exception():
+                found.append(Outcome(chunk[0], f"this or one of the next {len(chunk) - 1}: {error}"))
+            else:
+                found += future.result()
+    return found
 
 
 def drawn(seed: int, device: str, kinds: int, variants: range) -> list[Problem]:
@@ -257,9 +283,11 @@ def failed(outcomes: list[Outcome]) -> list[Outcome]:
 def report(outcomes: list[Outcome]) -> dict[str, int]:
     """How many of each form ended how. Prints the failures, with what runs each of them again."""
     failures = failed(outcomes)
-    for problem, what in failures:
+    for problem, what, _ in failures:
         again = f"--form {problem.form} --seed {problem.seed} --variant {problem.variant} --device {problem.device}"
         print(f"{again}: {what}", flush=True)
+    for problem, _, seconds in sorted(outcomes, key=lambda one: -one.seconds)[:5]:
+        print(f"slow: --form {problem.form} --seed {problem.seed} --variant {problem.variant}: {seconds:.0f} s")
     counts = Counter(f"{one.problem.form}, {one.what if one not in failures else 'failed'}" for one in outcomes)
     print(dict(sorted(counts.items())), flush=True)
     return dict(sorted(counts.items()))

@@ -47,6 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     each = (options.seed, options.device, options.kinds)
     stop = begun + 60.0 * options.minutes
     outcomes = form_generator.run_all(form_generator.drawn(*each, range(1)), processes, stop)
+    form_generator.report(outcomes)
     built_after = round(time.monotonic() - begun)
     print(f"the kernels of {options.kinds} kinds are there after {built_after} s", flush=True)
     outcomes += form_generator.run_all(form_generator.drawn(*each, range(1, options.variants)), processes, stop)
@@ -72,7 +73,7 @@ def _record(
         "kinds": options.kinds,
         "problems": sum(counts.values()),
         "outcomes": counts,
-        "failed": [[*problem[:3], what] for problem, what in failures],
+        "failed": [[*problem[:3], what] for problem, what, _ in failures],
         "seconds": {"first of each kind": built_after, "all": round(time.monotonic() - begun)},
     }
 

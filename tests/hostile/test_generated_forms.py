@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import form_generator
@@ -25,6 +26,13 @@ def test_generated_forms_match_float64() -> None:
     assert not form_generator.failed(outcomes), form_generator.report(outcomes)
     matched = {one.problem.form for one in outcomes if one.what == "matched"}
     assert matched == set(form_generator.FORMS["cpu"])
+
+
+def test_a_problem_that_does_not_end_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(form_generator, "_PATIENCE", 0.0)  # less than a process takes to start
+    (outcome,) = form_generator.run_all(form_generator.drawn(0, "cpu", 3, range(1)), 1, time.monotonic())
+    assert form_generator.failed([outcome]) == [outcome]
+    assert outcome.what == "this or one of the next 2 did not end"
 
 
 @pytest.mark.parametrize("way", ["retained", "compiled"])

@@ -142,6 +142,15 @@ def test_blocks_are_rewritten_and_nothing_else(tmp_path: Path) -> None:
     assert not settled.stale
 
 
+def test_a_table_names_the_answers_of_others_that_are_wrong(tmp_path: Path) -> None:
+    record = made_up()
+    wrong = record["rows"][0]["candidates"][1]
+    wrong |= {"verdict": "wrong", "because": ["dq norm error 1.3, budget 0.001"]}
+    root = checkout(tmp_path, record, text="<!-- bench forward table -->\n<!-- /bench -->\n")
+    (page,) = documents.pages(root)
+    assert f"- no right answer of {wrong['candidate']}, wrong: {record['rows'][0]['row']}\n" in page.after
+
+
 @pytest.mark.parametrize("marker", ["nope table", "forward", "forward table plot", "forward sideways", "table"])
 def test_a_marker_that_means_nothing_is_an_error(marker: str, tmp_path: Path) -> None:
     root = checkout(tmp_path, text=f"<!-- bench {marker} -->\n<!-- /bench -->\n")

@@ -270,6 +270,12 @@ def test_what_differs_in_its_terms_or_its_mask_is_compiled_side_by_side() -> Non
     assert {job[3] for bunch in bunches for job in bunch} == {row.contents for row in rows}
 
 
+def test_what_torch_compiles_for_every_shape_is_compiled_side_by_side() -> None:
+    problems = {row.problem for row in suites.rows_of("models")}
+    bunches = ahead.jobs([replace(row, candidates=(FLEX,)) for row in suites.rows_of("models")])
+    assert [len(bunch) for bunch in bunches] == [1] * len(problems)
+
+
 def comparison(ours: float, peer: float, plain: float, goal: Goal, share: float = 1.0, **changes: Any) -> Comparison:
     """Times in milliseconds."""
     problem = variants.asked(SMALL)[0][1].problem(variants.WIDE, SMALL)

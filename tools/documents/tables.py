@@ -192,7 +192,18 @@ def _error(outcome: Outcome | None) -> str:
 def _sums(comparisons: list[Comparison]) -> list[str]:
     lines = [f"- {kind}: {found}, {found.shares}" for kind, found in bench.scores(comparisons).items()]
     every = bench.score(comparisons)
-    return [*lines, f"- all rows, against the fastest that is not ours: {every}, {every.shares}"]
+    lines.append(f"- all rows, against the fastest that is not ours: {every}, {every.shares}")
+    return lines + _failures(comparisons)
+
+
+def _failures(comparisons: list[Comparison]) -> list[str]:
+    """Which candidates have no right answer in which rows, although they take them. They are in no ratio there."""
+    found: dict[str, list[str]] = {}
+    for comparison in comparisons:
+        for outcome in comparison.outcomes:
+            if outcome.failed:
+                found.setdefault(f"{outcome.candidate}, {outcome.verdict}", []).append(comparison.row.name)
+    return [f"- no right answer of {what}: {', '.join(rows)}" for what, rows in found.items()]
 
 
 def _summary(checkout: Checkout, gpu: str, path: Path) -> list[str]:

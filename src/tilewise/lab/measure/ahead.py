@@ -17,6 +17,7 @@ from threading import Event
 from typing import TYPE_CHECKING
 
 from ..candidates.names import Candidate
+from ..candidates.rivals import COMPILE
 from .compare import first_limit
 from .pool import Failure, Pool
 
@@ -43,7 +44,8 @@ def jobs(rows: Sequence[Row]) -> list[list[Job]]:
                 continue
             dims = (problem.head_dim, problem.head_dim_v)
             group = problem.group if candidate.compiles else 0
-            kind = (name, problem.dtype, dims, type(problem.mask), problem.needs_grad, problem.scores, group)
+            shape = problem if name in COMPILE else None  # torch.compile makes a kernel of its own for every shape
+            kind = (name, problem.dtype, dims, type(problem.mask), problem.needs_grad, problem.scores, group, shape)
             found.setdefault(kind, {})[name, row.device, problem, row.contents] = None
             slowest[kind] = (candidate.compiles, problem.needs_grad)
     return [list(found[kind]) for kind in sorted(found, key=slowest.__getitem__, reverse=True)]
