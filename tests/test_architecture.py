@@ -33,7 +33,7 @@ LAB = [
     "units", "processes", "report", "candidates", "model", "measure", "studies", "watch", "render",
     "commands",
 ]  # fmt: skip
-ABOVE_ALL = {"__init__", "__main__", "_flash"}
+ABOVE_ALL = {"__init__", "__main__", "_flash", "_public"}
 
 
 def layer_of(path: Path) -> str:

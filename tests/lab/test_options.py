@@ -216,10 +216,8 @@ def test_the_version_is_printed() -> None:
 
 
 _LIST_THE_COMMANDS = """
-import sys, types
-package = types.ModuleType("tilewise")
-package.__path__ = [sys.argv.pop()]
-sys.modules["tilewise"] = package  # its modules without what `import tilewise` imports
+import sys
+sys.argv = ["tilewise"]  # as the installed command
 from tilewise.lab.commands.app import app
 app(["--help"], standalone_mode=False)
 print("torch" in sys.modules)
@@ -228,13 +226,22 @@ print("torch" in sys.modules)
 
 def test_the_list_of_commands_needs_no_pytorch() -> None:
     """The summaries are read from the modules of the commands, none of which is imported."""
-    words = [sys.executable, "-c", _LIST_THE_COMMANDS, str(Path(tilewise.__file__).parent)]
+    words = [sys.executable, "-c", _LIST_THE_COMMANDS]
     *shown, imported = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
     assert imported == "False"
     commands: Any = typer.main.get_command(app)
     for name, later in commands.commands.items():
         assert later.get_short_help_str() == later.load().get_short_help_str(), name
         assert any(line.startswith(f"  {name} ") and later.get_short_help_str()[:15] in line for line in shown), name
+
+
+def test_programs_that_the_command_runs_find_every_public_name() -> None:
+    code = "import sys; sys.argv = ['tilewise']; import tilewise; print('torch' in sys.modules); "
+    code += (
+        "from tilewise import *; print(all(getattr(tilewise, name) for name in tilewise.__all__), attention.__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True", "attention"]
 
 
 def test_gradients_have_one_name_and_the_former_one_still_works() -> None:
