@@ -35,7 +35,7 @@ from tilewise.lab.commands.app import app
 from tilewise.lab.measure import stages
 from tilewise.lab.measure.compare import Outcome, Settings
 from tilewise.lab.model.launched import of_variant
-from tilewise.lab.studies import bench, kept, tune
+from tilewise.lab.studies import bench, kept, ladder_report, tune
 from tilewise.lab.studies import ladder as command
 from tilewise.ladder import lecture, matmul, numba, three_kernel, traffic
 from tilewise.plan import BACKENDS
@@ -384,9 +384,9 @@ def test_the_command_on_a_machine_without_a_gpu(tmp_path: Path, monkeypatch: pyt
     lines = {line.split()[0]: line for line in done.output.splitlines() if line}
     for name in ("math", "tiled", "matmul"):
         assert "verified" in done.output.split(f"\n{name} ")[1].splitlines()[0]
-    assert "sm80: refused; not built" in done.output or "sm80" in BACKENDS
-    assert "lecture: refused; the device, cpu, is no GPU" in done.output
-    assert lines["sm90:"].startswith("sm90: refused")
+    assert "sm80 refuses: not built" in done.output or "sm80" in BACKENDS
+    assert "lecture refuses: the device, cpu, is no GPU" in done.output
+    assert lines["sm90"].startswith("sm90 refuses: ")
     stored = json.loads(record.read_text())
     assert stored["kind"] == command.KIND
     (climb,) = stored["climbs"]
@@ -492,7 +492,7 @@ def test_parts_that_cannot_be_measured_are_a_line(monkeypatch: pytest.MonkeyPatc
     comparison = command.Comparison(command.Row("row", problem, ()), [])
     every = {rung.name: ["no"] for rung in ladder.RUNGS}
     climb = command.Climb(problem, "cpu", comparison, traffic.every(problem, H200), every, {"error": "died"})
-    assert command.part_lines(climb, H200) == ["three-kernel, in parts: died"]
+    assert ladder_report.part_lines(climb, H200) == ["three-kernel, in parts: died"]
 
 
 def test_an_interrupt_after_the_climbs_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -527,27 +527,27 @@ def test_row_threads_stand_beside_the_study_where_the_problem_is_its_own() -> No
     problem = make_problem((1, 16, 1024, 64), torch.bfloat16)
     seconds = dict.fromkeys(stages.PARTS, [32e-6] * stages.ROUNDS)
     seconds |= {stages.whole_name(16): [48e-6] * stages.ROUNDS, stages.NOTHING: [4e-6] * stages.ROUNDS}
-    lean, usual, wide = command.by_row_threads(problem, seconds)
-    assert [one.threads for one in (lean, usual, wide)] == list(command.STUDY)
+    lean, usual, wide = ladder_report.by_row_threads(problem, seconds)
+    assert [one.threads for one in (lean, usual, wide)] == list(ladder_report.STUDY)
     assert (lean.head_us, lean.speed and lean.speed.verdict, lean.study_us) == (3.0, "slower", 1.84)
     assert (usual.speed, usual.study_us) == (None, 1.65)
     assert wide.speed is not None
     assert wide.speed.verdict == "indistinguishable"
-    told = command.headline(problem, seconds, H200)
+    told = ladder_report.headline(problem, seconds, H200)
     assert told is not None
     assert "2.00 as a CUDA graph" in told
     assert "1.65 on an H100" in told
     assert "launching alone is 0.250" in told
     assert "1.86 at the DRAM's peak" in told
     longer = make_problem((1, 16, 2048, 64), torch.bfloat16)
-    assert command.headline(longer, seconds, H200) is None
-    assert {one.study_us for one in command.by_row_threads(longer, seconds)} == {None}
-    assert command.by_row_threads(problem, {stages.WHOLE: [1e-5]}) == []  # an older record
+    assert ladder_report.headline(longer, seconds, H200) is None
+    assert {one.study_us for one in ladder_report.by_row_threads(longer, seconds)} == {None}
+    assert ladder_report.by_row_threads(problem, {stages.WHOLE: [1e-5]}) == []  # an older record
     comparison = command.Comparison(command.Row("row", problem, ()), [])
     every = {rung.name: ["no"] for rung in ladder.RUNGS}
     parts = {"seconds": seconds, "config": "tiles"}
     climb = command.Climb(problem, "cuda", comparison, traffic.every(problem, H200), every, parts)
-    lines = command.part_lines(climb, H200)
+    lines = ladder_report.part_lines(climb, H200)
     assert told in lines
     assert (
         "softmax with 16 threads per row: 32.0 us alone; all three 3.00 us per head, 0.67x [0.66, 0.67] against 32"
@@ -566,7 +566,7 @@ def test_quietly_a_sentence_per_problem() -> None:
     refused = {rung.name: ["no"] for rung in ladder.RUNGS if rung.name not in ("math", "matmul", "triton")}
     row = command.Row("row", problem, tuple(outcome.candidate for outcome in outcomes), "cuda")
     climb = command.Climb(problem, "cuda", command.Comparison(row, outcomes), traffic.every(problem, H200), refused)
-    told = command.sentence(climb)
+    told = ladder_report.sentence(climb)
     assert "2 of 3 rungs verified; matmul is 4.00x faster than math: 100 us against 400 us (3.96x to 4.04x)." in told
     climb.device = "cpu"
-    assert command.sentence(climb).endswith("2 of 3 rungs verified."), "times of simulators are not compared"
+    assert ladder_report.sentence(climb).endswith("2 of 3 rungs verified."), "times of simulators are not compared"

@@ -17,7 +17,7 @@ from tilewise.lab import report
 from tilewise.lab.candidates.variants import THREE_KERNEL
 from tilewise.lab.measure import stages, words
 from tilewise.lab.measure.compare import VERIFIED, median
-from tilewise.lab.studies import kept
+from tilewise.lab.studies import kept, ladder_report
 from tilewise.lab.studies import ladder as command
 from tilewise.ladder import RUNGS, traffic
 from tilewise.problem import Problem, parse_dtype
@@ -164,12 +164,12 @@ def _row_threads(checkout: Checkout) -> list[str]:
     told = []
     for climb in found.values["climbs"]:
         problem, seconds = Problem.from_dict(climb["problem"]), climb["parts"]["seconds"]
-        for one in command.by_row_threads(problem, seconds):
+        for one in ladder_report.by_row_threads(problem, seconds):
             speed = words.cell(one.speed) if one.speed else "1"
             study = f"{one.study_us:.2f}" if one.study_us else "-"
             times = [report.significant(one.softmax_us), report.significant(one.head_us)]
             rows.append([_shape(problem), str(one.threads), *times, speed, study])
-        if (line := command.headline(problem, seconds, Target.named(TARGET))) is not None:
+        if (line := ladder_report.headline(problem, seconds, Target.named(TARGET))) is not None:
             told += ["", f"{_shape(problem)}, {line}."]
     return [*table(head, rows), *told, *_source(found, checkout)]
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tilewise.lab.candidates.variants import THREE_KERNEL
 from tilewise.lab.render.pages import page
-from tilewise.lab.render.tune_page import Sweep
 from tilewise.lab.studies import inspect as inspection
 from tilewise.lab.studies import tune
 
@@ -167,5 +166,5 @@ def _sweep(report: SweepReport, checkout: Checkout, path: Path) -> list[str]:
     found = find_sweep(report.backend, checkout)
     if found is None:
         return [report.about, f"*not measured yet: `{report.command}`*", ""]
-    said = "; ".join(Sweep(one, found.values["settings"]).conclusion for one in found.values["sweeps"])
+    said = "; ".join(one["conclusion"] for one in found.values["sweeps"])
     return [f"[{report.about.partition(' (')[0]}]({report.name}.html)", said, found.dated(path)]

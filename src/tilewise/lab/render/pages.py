@@ -16,9 +16,9 @@ from html import unescape
 from typing import TYPE_CHECKING, Any
 
 from ...errors import InvalidInput
-from ..studies import check, cycles, kept
+from ..studies import check, cycles, kept, ladder_report, tune_report
 from ..watch import trace_report
-from . import bench_report, blocks, inspect_report, ladder_page, tune_page
+from . import bench_report, blocks, inspect_report
 from .html import identity
 
 if TYPE_CHECKING:
@@ -38,23 +38,20 @@ REPORTS: dict[str, Callable[[dict[str, Any]], Report]] = {
     "tilewise trace": trace_report.report_of,
     "tilewise check": _check,
     "tilewise cycles": cycles.report_of,
+    "tilewise tune": tune_report.report_of,
+    "tilewise ladder": ladder_report.report_of,
 }
 """By kind. A program of tools/ adds its own."""
-_PAGES: dict[str, Callable[[dict[str, Any]], str]] = {
-    "tilewise tune": tune_page.tune_page,
-    "tilewise ladder": ladder_page.ladder_page,
-}
 _IDENTITY = re.compile(r'<meta name="tilewise-record" content="([^"]*)">')
 
 
 def page(record: dict[str, Any]) -> str:
     """The HTML page of a record. InvalidInput for one of a kind that has no page."""
-    kind, told = record.get("kind"), kept.expanded(record)
-    if kind in _PAGES:
-        return _PAGES[kind](told)
+    kind = record.get("kind")
     if kind not in REPORTS:
-        kinds = ", ".join([*REPORTS, *_PAGES])
+        kinds = ", ".join(REPORTS)
         raise InvalidInput("record", f"of kind {kind!r}", f"one of {kinds}", "name a record of such a kind")
+    told = kept.expanded(record)
     return blocks.page(REPORTS[kind](told), told)
 
 
