@@ -244,14 +244,14 @@ def test_programs_that_the_command_runs_find_every_public_name() -> None:
     assert done.stdout.split() == ["False", "True", "attention"]
 
 
-def test_gradients_have_one_name_and_the_former_one_still_works() -> None:
+def test_gradients_have_one_name() -> None:
     for command in ("inspect", "check", "explain"):
         shown = run(f"{command} --help").stdout
         assert "--grad" in shown
         assert "--backward" not in shown
     static = "inspect --shape 1,8,512,64 --static --target h200 --json"
-    for option in ("--grad", "--backward"):
-        assert json.loads(run(f"{static} {option}").stdout)["plan"]["problem"]["needs_grad"] is True
+    assert json.loads(run(f"{static} --grad").stdout)["plan"]["problem"]["needs_grad"] is True
+    assert run(f"{static} --backward").exit_code == 2
 
 
 @pytest.mark.parametrize(

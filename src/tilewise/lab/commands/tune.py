@@ -41,9 +41,7 @@ def tune(
     backend: Annotated[str, typer.Option(help="The backend to tune; auto: the one the planner chooses.")] = AUTO,
     max_configs: Annotated[
         int,
-        typer.Option(
-            "--max-configs", "--most", help="Measure at most so many configs, chosen at random; 0: all.", min=0
-        ),
+        typer.Option(help="Measure at most so many configs, chosen at random; 0: all.", min=0),
     ] = 0,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget what an interrupted sweep measured.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure and show, but write no table.")] = False,
