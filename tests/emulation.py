@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 HERE = Path(__file__).resolve().parent / "emulator"
 COMPILER = shutil.which("g++")
 _OPTIONS = ("-std=c++20", "-w", "-Wno-psabi", "-fno-gnu-unique", "-fPIC", "-ffp-contract=off")
-_KERNEL_OPTIONS = (*_OPTIONS, "-Og")  # compiling takes most of the time: less than -O1 or -O0
+# Compiling takes most of the time: -Og takes less than -O1 or -O0. runtime.cpp reports an index beyond an array.
+_KERNEL_OPTIONS = (*_OPTIONS, "-Og", "-fsanitize=bounds")
 _RUNTIME_OPTIONS = (*_OPTIONS, "-O3")
 _MODELLED = (
     "common/ptx.cuh",
@@ -344,7 +345,9 @@ def _library(program: str, folder: Path, runtime: Path | None = None) -> Path:
         source = Path(made) / "program.cpp"
         source.write_text(program)
         headers, needs = (HERE, []) if runtime is None else (_precompiled(), [str(runtime)])
-        _compile(*options, "-shared", f"-I{headers}", f"-I{folder}", "-o", f"{source}.so", str(source), *needs)
+        _compile(*options, "-c", f"-I{headers}", f"-I{folder}", "-o", f"{source}.o", str(source))
+        # By itself: with the options of a sanitizer the compiler would link its library, and the runtime stands for it.
+        _compile("-shared", "-o", f"{source}.so", f"{source}.o", *needs)
         Path(f"{source}.so").replace(library)
     return library
 

@@ -278,3 +278,9 @@ class TestExplain:
         q, k, v = tensors(Q, Q, Q)
         assert not tilewise.explain(q, k, v).problem.needs_grad
         assert tilewise.explain(q.requires_grad_(), k, v).problem.needs_grad
+
+
+def test_lazy_clones_stay_lazy_while_calls_warm_up():
+    clones = [torch._lazy_clone(torch.randn(1, 2, 8, 16)) for _ in range(3)]
+    tilewise.warm_up(*clones, mask="causal")
+    assert all(map(torch._C._is_cow_tensor, clones))

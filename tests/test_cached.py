@@ -6,10 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import tilewise
 from cache_cases import Case, assert_as_expected, make
-from tilewise import InvalidInput, Target, cached
+from tilewise import InvalidInput, Target, UnsupportedProblem, cached
+from tilewise.plain import reference
 
 F32, BF16 = torch.float32, torch.bfloat16
 CASES = [
@@ -57,6 +59,52 @@ def test_nothing_has_a_gradient():
     made = make(Case((30, 20), dtype=F32))
     out = tilewise.attention_cached(made.q.requires_grad_(), made.k, made.v, **made.told)
     assert not out.requires_grad
+
+
+@pytest.mark.parametrize("terms", [(), ("sink",)], ids=["plain", "sink"])
+def test_tensors_whose_memory_holds_the_opposite_are_copied_first(monkeypatch, terms):
+    """As PyTorch negates lazily; a kernel reads the memory."""
+    made = make(Case((30, 20), page=16, dtype=F32, terms=terms))
+    q, k, v = (torch._neg_view(-tensor) for tensor in (made.q, made.k, made.v))
+    told = made.told | {name: torch._neg_view(-made.told[name]) for name in terms}
+    read = []
+    forward = reference.forward
+    monkeypatch.setattr(reference, "forward", lambda *given: read.append(given) or forward(*given))
+    want = tilewise.attention_cached(made.q, made.k, made.v, **made.told)
+    for _ in range(2):  # the second call is a remembered one
+        assert torch.equal(tilewise.attention_cached(q, k, v, **told), want)
+    for *views, _, _, operands in read:
+        assert not any(tensor.is_neg() for tensor in (*views, *operands.values()))
+    assert read
+
+
+def test_lazy_clones_stay_lazy():
+    made = make(Case((30, 20), page=16, dtype=F32))
+    clones = [torch._lazy_clone(tensor) for tensor in (made.q, made.k, made.v)]
+    for _ in range(2):
+        tilewise.attention_cached(*clones, **made.told)
+    assert all(map(torch._C._is_cow_tensor, clones))
+
+
+def test_transforms_are_refused():
+    """They would see a kernel that has no batching rule, and lose the tangents."""
+    made = make(Case((30, 20), page=16, dtype=F32))
+
+    def call(q):
+        return tilewise.attention_cached(q, made.k, made.v, **made.told)
+
+    def dual(q):
+        with forward_ad.dual_level():
+            return call(forward_ad.make_dual(q, q))
+
+    for run in (
+        dual,
+        lambda q: torch.func.vmap(call)(q[None]),
+        lambda q: torch.func.jvp(call, (q,), (q,)),
+        torch.func.grad(lambda q: call(q).sum()),
+    ):
+        with pytest.raises(UnsupportedProblem, match="attention_cached in a transform"):
+            run(made.q)
 
 
 def test_one_compiled_graph_holds_it():

@@ -10,6 +10,10 @@ import torch
 
 import emulation
 import products
+from term_cases import BACKWARD, check
+from test_terms_keep import keep_case
+from tilewise import Full
+from tilewise.engine import SM90
 from tilewise.jit import build
 
 GENERATIONS = {"sm_80": (24, 2), "sm_90a": (25, 1)}  # places that survive, sums per instruction
@@ -47,3 +51,12 @@ def test_what_runs_on_a_gpu_builds_with_its_sums_in_registers():
     for instruction, dtype in products.CASES:
         kernel = build(instruction.unit(dtype, "sm_90a"))
         assert (kernel.resources.stack_bytes, kernel.resources.spill_store_bytes) == (0, 0)
+
+
+@emulation.emulated
+def test_an_index_beyond_an_array_is_reported(monkeypatch):
+    """The element behind the last one is no register of the thread's own."""
+    case = keep_case("padding", torch.bfloat16, 64, Full(), needs_grad=True)
+    beyond = ("other < (i + reach < count", "other <= (i + reach < count")
+    with pytest.raises(AssertionError, match=r"keep\.cuh:\d+: index \d+ is beyond its array"):
+        check(monkeypatch, SM90, case, back=BACKWARD, spoil=beyond)

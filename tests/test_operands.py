@@ -364,7 +364,7 @@ def test_a_mask_tensor_and_terms_share_a_call():
         ({}, "operands"),
         ({"slopes": torch.zeros(4)}, "operands"),
         ({"slopes": torch.zeros(4), "shift": torch.zeros(6), "more": torch.zeros(6)}, "operands"),
-        ({"slopes": torch.zeros(4), "shift": 3.0}, "operands"),
+        ({"slopes": torch.zeros(4), "shift": 3.0}, "operands['shift']"),
         ({"slopes": torch.zeros(5), "shift": torch.zeros(6)}, "slopes"),
         ({"slopes": torch.zeros(4), "shift": torch.zeros(6, device="meta")}, "operands['shift']"),
     ],

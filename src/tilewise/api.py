@@ -21,7 +21,7 @@ from .errors import InvalidInput, UnknownArgument, UnsupportedProblem
 from .isolation import MIN_ROWS_OF_DOCUMENTS, check_where_asked, documents_are_sequences
 from .masks import Causal, Documents, Full, KeyLengths, Mask, Packed, PrefixLM, Window
 from .op import Options
-from .operands import CHECK, NO_OPERANDS, Operands
+from .operands import CHECK, NO_OPERANDS, Operands, address
 from .plan import AUTO, BACKENDS, Plan, check_backend, plan
 from .problem import (
     Layout,
@@ -296,7 +296,7 @@ _TIMES_UNTIL_KNOWN = 4  # planned, described to native code, and answered by it;
 
 def _zeros_like(tensor: Tensor) -> Tensor:
     """Zeros with the shape, the strides and the alignment of a tensor, in memory of their own."""
-    begin = tensor.data_ptr() % 16 // tensor.element_size()
+    begin = address(tensor) % 16 // tensor.element_size()
     last = (
         sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
         if tensor.numel()
@@ -484,6 +484,8 @@ def _check_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seql
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise InvalidInput(name, type(tensor).__name__, "a torch.Tensor", "convert it with torch.as_tensor")
+        if tensor.is_nested:
+            raise InvalidInput(name, "a nested tensor", "a strided tensor", "pass its values and its offsets")
     for name in ("q", "k", "v"):
         if tensors[name].ndim != 3:
             shape = tuple(tensors[name].shape)
@@ -646,7 +648,11 @@ def _is_value(mask: MaskLike) -> bool:
 
 def _in_order(operands: object, mask: MaskLike, scores: tuple[Term, ...]) -> Operands:
     """The operands in the order of the mask and the terms that read them, which is that of `Problem.operands`."""
-    if isinstance(operands, dict) and all(isinstance(tensor, Tensor) for tensor in operands.values()):
+    if isinstance(operands, dict) and all(isinstance(name, str) for name in operands):
+        for name, tensor in operands.items():
+            if not isinstance(tensor, Tensor):
+                remedy = "convert it with torch.as_tensor"
+                raise InvalidInput(f"operands[{name!r}]", shown(tensor), "a torch.Tensor", remedy)
         names = [operand.name for term in check_terms(scores) for operand in term.tensors]
         if type(mask) is Packed:
             names = [*(operand.name for operand in mask.operands), *names]

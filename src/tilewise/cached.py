@@ -16,11 +16,11 @@ from . import fresh, op
 from .api import inner_rule, rounded_length
 from .engine import append as appending
 from .engine.run import load
-from .errors import CompileError, InvalidInput
+from .errors import CompileError, InvalidInput, UnsupportedProblem
 from .masks import Cached
 from .memo import Memo
 from .op import Options
-from .operands import are_checked
+from .operands import address, are_checked
 from .plan import AUTO, Plan, check_backend, plan
 from .problem import Problem, as_number, check_tensors, given_scale, shown, strides_class, with_named_terms
 from .scores import softcapped
@@ -155,9 +155,17 @@ class _Call(NamedTuple):
     problem: Problem
     views: tuple[Tensor, Tensor, Tensor]
     operands: Operands
+    lacks_memory: bool  # one of them is for `op.with_memory`, when what is appended to a cache is there
 
     def results(self) -> Tensor | tuple[Tensor, Tensor]:
         """Out, and lse where the problem needs it, in the shapes of `attention_cached`."""
+        if op.autocast_is_on():
+            with op.without_autocast():
+                return self.results()
+        if self.lacks_memory:
+            q, k, v = map(op.with_memory, self.views)
+            operands = {name: op.with_memory(tensor) for name, tensor in self.operands.items()}
+            return self._replace(views=(q, k, v), operands=operands, lacks_memory=False).results()
         with torch.no_grad():
             out, lse = self.forward(*self.views, self.operands)
         mask = self.problem.mask
@@ -184,7 +192,8 @@ _calls: Memo[Any] = Memo()
 def _facts(tensor: Tensor | None) -> Any:
     if not isinstance(tensor, Tensor):
         return tensor
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() & 15
+    at = address(tensor)
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, at & 15 if at else -1, tensor.is_neg()
 
 
 def _prepared(
@@ -199,6 +208,12 @@ def _prepared(
 ) -> _Call:
     """The bound forward of these tensors, found again by their shapes, strides and alignment, and what it takes."""
     op.refuse_jit_trace("attention_cached")
+    if torch._C._are_functorch_transforms_active() or op.has_tangent(q, k, v):
+        raise UnsupportedProblem(
+            "attention_cached in a transform of torch.func or under forward-mode AD: it has no derivatives, and takes "
+            "its batch as one.",
+            remedy="call it outside of the transform, or tilewise.attention",
+        )
     key: Any = None
     found = None
     if type(q) is type(k) is type(v) is Tensor:
@@ -212,7 +227,7 @@ def _prepared(
         problem, *views, operands = _posed(q, k, v, given, asked, alibi, keep, sink)
         options = Options(str(problem.mask), problem.scale, "", "bshd", asked[-1], problem.needs_lse, "exact")
         call, generation = op.bound_call(problem, views[0], views[1], views[2], operands, options)
-        found = call.forward, problem
+        found = call.forward, problem, any(map(_lacks_memory, (q, k, v, *operands.values())))
         if key is not None:
             _calls.put(key, found, generation)
     else:
@@ -220,8 +235,13 @@ def _prepared(
         operands = given.by_name
         if alibi is not None or keep is not None or sink is not None:
             operands = operands | _named(alibi, keep, sink)
-    forward, problem = found
-    return _Call(forward, problem, views, operands)
+    forward, problem, lacks_memory = found
+    return _Call(forward, problem, views, operands, lacks_memory)
+
+
+def _lacks_memory(tensor: Tensor) -> bool:
+    """Whether the memory does not hold the values: see `op.with_memory`."""
+    return tensor._is_zerotensor() or tensor.is_neg()
 
 
 def _named(alibi: Tensor | None, keep: Tensor | None, sink: Tensor | None) -> dict[str, Tensor]:
@@ -479,7 +499,12 @@ def _appended(given: _ToAppend, interleaved: bool, apart: bool) -> tuple[Tensor,
             q = _rotated(q, cos, sin, lengths.long()[:, None] + steps, interleaved)
         _write(k_cache, k, places, capacity, rows, page_table)
         _write(v_cache, v, places, capacity, rows, page_table)
-        return q, (lengths + k.shape[1]).clamp(max=capacity)
+        return q, _after(lengths, k.shape[1], capacity)
+
+
+def _after(lengths: Tensor, new: int, capacity: int) -> Tensor:
+    """The places taken with `new` more, as far as there are so many; the sum of the largest int32 would be negative."""
+    return (lengths.clamp(max=capacity) + new).clamp(max=capacity)
 
 
 def attention_appended(
@@ -516,7 +541,7 @@ def attention_appended(
     call = _prepared(q, k_cache, v_cache, given, asked, alibi, None, None)
     _check_append(to_append, apart)
     if _are_read(q):
-        after = (lengths + k.shape[1]).clamp(max=call.problem.seq_kv)
+        after = _after(lengths, k.shape[1], call.problem.seq_kv)
         _check_values(call.problem, {**call.operands, "cache_lengths": after})
     rotated, after = _appended(to_append, interleaved, apart)
     if _facts(rotated) == _facts(q) and _facts(after) == _facts(lengths):  # what was bound for these serves those
@@ -532,10 +557,10 @@ def _check_rotation(cos: Tensor | None, sin: Tensor | None, q: Tensor, capacity:
     for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
         if not isinstance(table, Tensor):
             raise InvalidInput(name, "None" if table is None else shown(table), "a table beside the other", "pass both")
-        if not table.is_floating_point() or table.device != q.device:
-            raise InvalidInput(
-                name, f"{table.dtype} on {table.device}", f"floating numbers on {q.device}, the device of q", "cast it"
-            )
+        if not table.is_floating_point() or table.device != q.device or table.layout is not torch.strided:
+            got = f"a {table.layout} tensor of {table.dtype} on {table.device}"
+            expected = f"a strided tensor of floating numbers on {q.device}, the device of q"
+            raise InvalidInput(name, got, expected, "cast it")
     assert cos is not None
     assert sin is not None
     if cos.shape != sin.shape or cos.ndim != 2 or 2 * cos.shape[1] > q.shape[-1] or cos.shape[0] < max(1, capacity):
@@ -592,6 +617,7 @@ def bound_append(
     tables = [tensor for tensor in given[5:7] if tensor is not None]
     matrices = [q, k, v, k_cache, v_cache, *tables]
     fits = all(tensor.dtype == q.dtype and tensor.stride(-1) == 1 for tensor in matrices)
+    fits = fits and not any(map(_lacks_memory, matrices))
     fits = fits and all(tensor.is_contiguous() for tensor in tables) and 0 not in (*k.shape, *k_cache.shape)
     if not fits or not target.has_jit or target.capability < appending.MIN_CAPABILITY:
         return None
@@ -720,6 +746,8 @@ def _write(
     Without a look at the device: a row that has no place, or whose page does not exist, stands for the first of its
     sequence that has one, which is written again; and where none has, what is there is written back.
     """
+    if capacity == 0 or new.shape[1] == 0:
+        return
     batches, places, exists = _targets(cache, places, capacity, rows, block_table)
     numbers = torch.arange(new.shape[1], device=new.device)
     chosen = torch.where(exists, numbers, exists.int().argmax(1, keepdim=True))

@@ -705,6 +705,7 @@ def gradients(
     if _wants_composite():
         return _in_slots(_differentiable_grads(dout, dlse, q, k, v, operands, call.problem, wants), call.names)
     dout = torch.zeros_like(out) if dout is None else with_memory(dout)
+    dlse = None if dlse is None else with_memory(dlse)
     if call.gradient is not None and call.layouts != layouts:
         # Hooks on saved tensors, as of save_on_cpu, may lay them out anew; a bound gradient is for one layout.
         options = call.options._replace(backend=call.backend_name)

@@ -647,6 +647,8 @@ def given_scale(scale: float | None) -> float:
 
 
 def _check_strided(name: str, tensor: torch.Tensor) -> None:
+    if tensor.is_nested:
+        raise InvalidInput(name, "a nested tensor", "a strided tensor", "pad it")
     if tensor.layout is not torch.strided:
         raise InvalidInput(name, f"a {tensor.layout} tensor", "a strided tensor", "call .to_dense() on it")
 

@@ -254,3 +254,17 @@ extern "C" void write_late(void* place, const void* bytes, unsigned long count) 
     std::memcpy(place, kept.data(), kept.size());
   };
 }
+
+// What the compiler calls under -fsanitize=bounds for an index beyond its array. The thread goes
+// on, and the block fails when it gives way. No exception: the compiler assumes that none comes.
+struct ArrayAccess {
+  const char* file;
+  unsigned line, column;
+};
+extern "C" void __ubsan_handle_out_of_bounds(const ArrayAccess* access, unsigned long index) {
+  if (model::block == nullptr || !model::block->error.empty()) return;
+  const std::string file = access->file;
+  model::block->error = file.substr(file.rfind('/') + 1) + ":" + std::to_string(access->line) +
+                        ": index " + std::to_string(static_cast<long>(index)) +
+                        " is beyond its array";
+}

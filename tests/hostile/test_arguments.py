@@ -63,6 +63,35 @@ def test_pytorchs_names_are_translated(name, remedy):
         assert remedy in str(caught.value)
 
 
+def nested():
+    return torch.nested.nested_tensor([R(2, 3), R(3, 3)], layout=torch.jagged)
+
+
+def packed(**given):
+    offsets = torch.tensor([0, 2, 5], dtype=torch.int32)
+    q, k, v = (R(5, 2, 4) for _ in range(3))
+    given = {"q": q, "k": k, "v": v, "cu_seqlens_q": offsets, "cu_seqlens_k": offsets} | given
+    return tilewise.attention_packed(**given)
+
+
+WRONG_BESIDE = {
+    "a nested sink": (lambda: tilewise.attention(*tensors(), sink=nested()), "sink: got a nested"),
+    "nested keep": (lambda: tilewise.attention(*tensors(), keep=nested()), "keep: got a nested"),
+    "a nested mask": (lambda: tilewise.attention(*tensors(), mask=nested()), "mask: got a nested"),
+    "nested packed keys": (lambda: packed(k=nested()), "k: got a nested"),
+    "nested offsets": (lambda: packed(cu_seqlens_k=nested()), "cu_seqlens_k: got a nested"),
+    "a list of used keys": (lambda: packed(seqused_k=[1, 2]), r"operands\['seqused_k'\]: got list"),
+    "operands by number": (lambda: tilewise.attention(*tensors(), operands={1: R(2)}), "operands: got dict"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_BESIDE)
+def test_what_is_wrong_beside_q_k_and_v_is_named(what):
+    call, message = WRONG_BESIDE[what]
+    with pytest.raises(InvalidInput, match=f"^{message}"):
+        call()
+
+
 def test_an_unknown_name_is_refused():
     with pytest.raises(tilewise.UnknownArgument, match="colour"):
         tilewise.attention(*tensors(), colour="red")

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import tilewise
 from support import assert_close, budget
 from tilewise import Documents, InvalidInput, Window
+from tilewise.integrations import flash_attn
 
 DTYPES = [torch.bfloat16, torch.float16]
 BACKENDS = ["auto", "reference", "tiled", "torch-math", "torch-flash"]
@@ -66,6 +67,40 @@ def test_lse_is_not_cast_either(backend, softcap, dtype):
         return tilewise.attention(q, k, v, mask="causal", backend=backend, softcap=softcap, return_lse=True)
 
     check(under_autocast(call, tensors, dtype), truth(call, tensors))
+
+
+def test_a_cache_is_not_cast():
+    q, k, v = inputs(2, 9, 2, 32, grad=False)
+    new = torch.randn(2, 1, 2, 32)
+    lengths, table = torch.tensor([7, 4], dtype=torch.int32), torch.arange(6, dtype=torch.int32).view(2, 3)
+    offsets = torch.tensor([0, 9, 18], dtype=torch.int32)
+
+    def all_forms(q, k, v):
+        paged = [tensor.reshape(6, 3, 2, 32) for tensor in (k, v)]
+        appended = [new.to(q.dtype), new.to(q.dtype)]
+        return (
+            *tilewise.attention_cached(q, k, v, lengths, sink=torch.ones(2), return_lse=True),
+            *flash_attn.flash_attn_with_kvcache(
+                q, k.clone(), v.clone(), *appended, cache_seqlens=lengths, return_softmax_lse=True
+            ),
+            flash_attn.flash_attn_varlen_func(q.flatten(0, 1), *paged, offsets, offsets, 9, 9, block_table=table),
+        )
+
+    want = all_forms(q.double(), k.double(), v.double())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        check(all_forms(q, k, v), want)
+
+
+def test_the_weights_beside_dropout_are_not_cast():
+    q, k, v = inputs(2, 9, 2, 32, grad=False)
+
+    def weights(q, k, v):
+        torch.manual_seed(0)
+        return flash_attn.flash_attn_func(q, k, v, 0.5, return_attn_probs=True)[2]
+
+    want = weights(q.double(), k.double(), v.double())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        check([weights(q, k, v)], [want])
 
 
 @pytest.mark.parametrize("additive", [False, True])

@@ -303,6 +303,21 @@ def test_tensors_whose_memory_holds_the_opposite(backend, monkeypatch):
         assert_close(got, expected, FLOAT32)
 
 
+def test_gradients_of_lse_whose_memory_holds_the_opposite(monkeypatch):
+    """A kernel reads the memory of both gradients that it is given."""
+    seen = []
+    backward = op.Call.backward
+    monkeypatch.setattr(op.Call, "backward", lambda *given: seen.append(given[1:3]) or backward(*given))
+    tensors = [tensor.requires_grad_() for tensor in leaves(1, 2, 5, 4)]
+    results = tilewise.attention(*tensors, return_lse=True, backend="tiled")
+    grads = [torch.ones_like(result) for result in results]
+    want = torch.autograd.grad(results, tensors, grads, retain_graph=True)
+    got = torch.autograd.grad(results, tensors, [negated(grad) for grad in grads])
+    assert not any(grad.is_neg() for given in seen for grad in given)
+    for one, other in zip(got, want, strict=True):
+        assert_close(one, other, FLOAT32)
+
+
 def test_masks_without_memory_add_nothing():
     q, k, v = leaves(1, 2, 5, 4)
     nothing = torch._efficientzerotensor((5, 5))

@@ -59,6 +59,10 @@ def refused():
         ),
         "fewer rows than sequences": lambda: flash_attn_with_kvcache(q, cache[:1], cache[:1], cache_seqlens=lengths),
         "slopes": lambda: flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths, alibi_slopes=torch.ones(3)),
+        "no scale": lambda: flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths, softmax_scale=0.0),
+        "complex slopes": lambda: flash_attn_with_kvcache(
+            q, cache, cache, cache_seqlens=lengths, alibi_slopes=torch.ones(4, dtype=torch.complex64)
+        ),
         "rotary tables without new keys": lambda: flash_attn_with_kvcache(
             q, cache, cache, cache_seqlens=lengths, rotary_cos=torch.ones(32, 8), rotary_sin=torch.ones(32, 8)
         ),
@@ -91,6 +95,10 @@ WRONG = {
     "one page": {"block_table": torch.tensor(0, dtype=torch.int32)},
     "fewer sequences with pages": {"block_table": torch.tensor([[0, 1]], dtype=torch.int32)},
     "a list of slopes": {"alibi_slopes": [0.5] * 4},
+    "angles on another device": {"rotary_cos": torch.ones(32, 8, device="meta")},
+    "sparse angles": {"rotary_sin": torch.ones(32, 8).to_sparse()},
+    "new keys on another device": {"k": torch.randn(2, 1, 2, 16, device="meta")},
+    "sparse new values": {"v": torch.randn(2, 1, 2, 16).to_sparse()},
     "complex slopes": {"alibi_slopes": torch.ones(4, dtype=torch.complex64)},
 }
 
@@ -104,7 +112,7 @@ def test_nothing_is_written_before_everything_is_checked(name):
     angles = torch.rand(32, 8)
     given = {"q": torch.randn(2, 1, 4, 16), "rotary_cos": angles.cos(), "rotary_sin": angles.sin(), "cache_seqlens": 20}
     with pytest.raises(InvalidInput):
-        flash_attn_with_kvcache(k_cache=caches[0], v_cache=caches[1], k=k, v=v, **(given | WRONG[name]))
+        flash_attn_with_kvcache(k_cache=caches[0], v_cache=caches[1], **(given | {"k": k, "v": v} | WRONG[name]))
     assert all(map(torch.equal, caches, before))
 
 
@@ -142,6 +150,8 @@ def test_bad_input_is_named(name):
         "a length beyond the cache": "cache_seqlens: got 34 among its numbers, expected 0 to 32, the places of the",
         "a page that does not exist": "block_table: got 2 among its numbers, expected 0 to 1, the pages",
         "rows and pages": "cache_batch_idx: got beside a block_table",
+        "no scale": "softmax_scale: got 0.0",
+        "complex slopes": "alibi_slopes: got a tensor of torch.complex64",
     }.items(),
 )
 def test_what_is_wrong_has_the_name_and_the_type_that_flash_attn_gives_it(name, error):
@@ -215,6 +225,28 @@ def test_what_has_no_room_is_not_written():
     cache, before = room[1:2], room.clone()
     flash_attn_with_kvcache(q, cache, cache, new, new, cache_seqlens=8, causal=True)
     assert torch.equal(room, before)
+
+
+@pytest.mark.parametrize("change", ["no new keys", "no pages"])
+def test_an_append_of_nothing_writes_nothing(change):
+    q, cache = torch.randn(2, 1, 4, 16), torch.randn(2, 8, 2, 16)
+    before = cache.clone()
+    new = torch.randn(2, 0 if change == "no new keys" else 1, 2, 16)
+    pages = {"block_table": torch.zeros(2, 0, dtype=torch.int32)} if change == "no pages" else {}
+    length = 0 if pages else 5
+    got = flash_attn_with_kvcache(q, cache, cache, new, new, cache_seqlens=length, causal=True, **pages)
+    want = flash_attn_with_kvcache(q, cache, cache, cache_seqlens=length, causal=True, **pages)
+    assert torch.equal(got, want)
+    assert torch.equal(cache, before)
+
+
+@pytest.mark.parametrize(
+    "length", [torch.tensor([2**32 + 5]), torch.tensor([2**31 - 1], dtype=torch.int32), 2**40], ids=str
+)
+def test_a_length_beyond_all_caches_is_one_of_a_full_cache(length):
+    q, new, cache = torch.randn(1, 2, 2, 16), torch.randn(1, 2, 1, 16), torch.randn(1, 8, 1, 16)
+    want = flash_attn_with_kvcache(q, cache, cache, cache_seqlens=8)
+    assert torch.equal(flash_attn_with_kvcache(q, cache, cache, new, new, cache_seqlens=length), want)
 
 
 @pytest.mark.parametrize("number", [-1, 2])

@@ -791,6 +791,15 @@ def test_models_with_attention_of_their_own_are_refused_when_they_are_made(famil
     assert model.config._attn_implementation == "eager"
 
 
+@pytest.mark.parametrize("family", sorted(OF_THEIR_OWN.keys() - {"Deberta"}))  # which asks for no masks
+def test_models_with_attention_of_their_own_are_refused_where_the_name_is_written_into_their_configuration(family):
+    config = getattr(transformers, f"{family}Config")(**OF_THEIR_OWN[family], attn_implementation="eager")
+    model = getattr(transformers, f"{family}Model")(config)
+    model.config._attn_implementation = "tilewise"
+    with pytest.raises(UnsupportedProblem, match=rf"(?s){family}Model .*What to do: use attn_implementation='eager'"):
+        model(torch.tensor([[1, 2, 3]]))
+
+
 def test_a_layer_that_looks_its_attention_up_is_refused_by_name():
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "image_size": 16, "patch_size": 8}
     config = transformers.SamVisionConfig(**sizes, global_attn_indexes=[0], attn_implementation="tilewise")

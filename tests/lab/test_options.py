@@ -28,7 +28,7 @@ from tilewise.lab.commands.app import app
 from tilewise.lab.commands.command import USAGE, _with_json_values, program
 from tilewise.lab.measure import compare
 from tilewise.lab.measure.compare import VERIFIED, Comparison, Outcome, Row
-from tilewise.lab.studies import bench, builds, diff, inspect, kept
+from tilewise.lab.studies import bench, builds, diff, inspect, kept, records
 from tilewise.plan import plan
 from tilewise.target import TARGETS, Target
 
@@ -69,11 +69,24 @@ def test_a_record_that_is_nested_too_deep_is_refused(tmp_path: Path, command: st
     assert "record: got" in result.output
 
 
-@pytest.mark.parametrize("more", [(), ("--json",)], ids=str)
-def test_output_that_has_no_room_is_an_error_and_no_traceback(more: tuple[str, ...]) -> None:
-    command = [sys.executable, "-m", "tilewise", "explain", "--shape", "1,1,8,8", *more]
+@pytest.mark.parametrize("told", [{}, {"rows": [1], "comparison": 1}, {"rows": [{"problem": {"mask": 1}}]}], ids=str)
+@pytest.mark.parametrize("command", ["diff FILE FILE", "bench --record FILE", "inspect --record FILE"])
+def test_a_damaged_record_is_named(tmp_path: Path, command: str, told: dict[str, Any]) -> None:
+    path = tmp_path / "damaged.json"
+    kind = inspect.KIND if command.startswith("inspect") else records.KIND
+    path.write_text(json.dumps({"kind": kind, "provenance": {}, **told}))
+    result = run(command.replace("FILE", str(path)))
+    assert result.exit_code == USAGE, result.exception
+    assert f"record: got {path}, which is damaged" in result.output
+
+
+@pytest.mark.parametrize(
+    "command", ["explain --shape 1,1,8,8", "explain --shape 1,1,8,8 --json", "--help", "--version", "diff --help"]
+)
+def test_output_that_has_no_room_is_an_error_and_no_traceback(command: str) -> None:
+    called = [sys.executable, "-m", "tilewise", *command.split()]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(called, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == USAGE
     assert done.stderr == "tilewise: the output cannot be written: No space left on device\n"
 

@@ -33,7 +33,7 @@ from ..api import attention, attention_packed, drawn_seed
 from ..cached import attention_appended, attention_cached
 from ..errors import InvalidInput, UnsupportedProblem
 from ..masks import UNLIMITED, Causal, Full, Window, as_int32
-from ..op import deterministic_algorithms
+from ..op import deterministic_algorithms, without_autocast
 from ..plain import reference
 from ..problem import describe, heads_first, shown, with_named_terms
 from ..terms import Dropout
@@ -281,6 +281,8 @@ _THEIR_NAMES = {
     "page_table": "block_table",
     "rows": "cache_batch_idx",
     "starts": "cache_leftpad",
+    "alibi": "alibi_slopes",
+    "scale": "softmax_scale",
 }
 
 
@@ -435,8 +437,11 @@ def flash_attn_with_kvcache(
 
 
 def _lengths(given: int | Tensor | None, batch: int, device: torch.device) -> Tensor | None:
-    if given is None or isinstance(given, Tensor):
-        return _int32("cache_seqlens", given)
+    if given is None:
+        return None
+    if isinstance(given, Tensor):  # one beyond all caches leaves room for the new keys that are added to it
+        lengths = _int32("cache_seqlens", given)
+        return lengths if lengths is None or given.dtype == torch.int32 else lengths.clamp(max=UNLIMITED)
     try:
         length = given if type(given) is int else index(given)
     except TypeError:
@@ -468,6 +473,9 @@ def _check_new(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor
                 f"{expected} in {cache.dtype}, as the cache has its heads",
                 "reshape or cast it",
             )
+        if new.device != cache.device or new.layout is not torch.strided:
+            got = f"a {new.layout} tensor on {new.device}"
+            raise InvalidInput(name, got, f"a strided tensor on {cache.device}, as the cache is", "move or convert it")
 
 
 def _run(
@@ -513,7 +521,8 @@ def _dropped_weights(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, sequence: int
     problem = describe(q, k, v, scores=scores, operands=operands, **asked)
     if sequence:  # its heads come behind those of the sequences before it
         operands["seed"] = torch.cat((operands["seed"], operands["seed"].new_tensor([sequence * problem.heads_q])))
-    return reference.signed_weights(q, k, lse, problem, operands)
+    with without_autocast():
+        return reference.signed_weights(q, k, lse, problem, operands)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

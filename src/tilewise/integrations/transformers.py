@@ -98,6 +98,18 @@ def _refuse_tables(module: Any, name: str) -> None:
             table[name] = refuse
 
 
+@functools.cache
+def _refuse_config(kind: type) -> None:
+    """`_refuse_model` of the models that Transformers makes of a configuration: whoever writes the name into the
+    configuration of a model that is made already asks nobody."""
+    transformers: Any = import_module("transformers")
+    for mapping in (transformers.MODEL_MAPPING, transformers.MODEL_FOR_CAUSAL_LM_MAPPING):
+        if kind in mapping:
+            found = mapping[kind]
+            for model in found if isinstance(found, tuple) else (found,):
+                _refuse_model(model)
+
+
 def _own_attention(what: str) -> UnsupportedProblem:
     return UnsupportedProblem(
         f"transformers: {what}, and does not call the function that is registered as tilewise.",
@@ -693,6 +705,8 @@ def attention_mask(
     there is padding. None says the same as to Transformers' sdpa.
     """
     mask_function = mask_function or _masking.causal_mask_function
+    if not torch.compiler.is_compiling() and (config := kwargs.get("config")) is not None:
+        _refuse_config(config.__class__)
     if getattr(kwargs.get("config"), "model_type", "") in _ADD_TO_MASKS:
         return _masking.eager_mask(  # type: ignore[no-any-return]
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device=device, **kwargs

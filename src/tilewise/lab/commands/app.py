@@ -17,7 +17,7 @@ try:
     import typer
     from typer.core import TyperCommand, TyperGroup
 
-    from .command import EXIT_CODES, PLAIN, program
+    from .command import EXIT_CODES, PLAIN, USAGE, is_unwritten, program
 except ModuleNotFoundError as missing:
     if missing.name not in ("typer", "rich"):
         raise
@@ -94,4 +94,9 @@ def tilewise(
 def main() -> None:
     # A request to end counts as an interrupt: what was measured until then is shown and saved.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    app()
+    try:
+        app()
+    except OSError as error:  # of --help and --version, which no command prints
+        if not is_unwritten(error):
+            raise
+        raise SystemExit(USAGE) from None

@@ -52,7 +52,8 @@ def bench(
     if output.record is not None:
         refuse_ignored("with --record", *_OF_RUNS, "suite", "repeat", "save", "results")
         earlier = records.read(output.record)
-        _show_bench(earlier, output)
+        with kept.shown(output.record):
+            _show_bench(earlier, output)
         return
     run = replace(run, seed=seed)
     chosen, more = tuple(only or ()), run.extra()

@@ -142,9 +142,16 @@ def exit_codes() -> Iterator[None]:
         print("tilewise: interrupted", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
     except OSError as error:
-        if error.errno not in _FULL:
+        if not is_unwritten(error):
             raise
-        print(f"tilewise: the output cannot be written: {error.strerror}", file=sys.stderr)
-        with contextlib.suppress(OSError):  # else Python writes what is left once more when it ends
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(USAGE) from None
+
+
+def is_unwritten(error: OSError) -> bool:
+    """Whether the output has nowhere to go, which is told, and nothing more is written."""
+    if error.errno not in _FULL:
+        return False
+    print(f"tilewise: the output cannot be written: {error.strerror}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # else Python writes what is left once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True

@@ -25,18 +25,19 @@ def diff(
     if first["kind"] != second["kind"]:
         got = f"{first['kind']!r} and {second['kind']!r}"
         raise InvalidInput("records", got, "two of the same kind", "name two of the same kind")
-    old, new = differences.comparisons(first, before), differences.comparisons(second, after)
-    found = differences.changes(old, new)
-    told = {
-        "kind": differences.KIND,
-        "sentence": differences.sentence(found, len(old.keys() - new.keys()), len(new.keys() - old.keys())),
-        "records": [str(before), str(after)],
-        "changes": [change.to_dict() for change in found],
-    }
+    with kept.shown(before, after):
+        old, new = differences.comparisons(first, before), differences.comparisons(second, after)
+        found = differences.changes(old, new)
+        told = {
+            "kind": differences.KIND,
+            "sentence": differences.sentence(found, len(old.keys() - new.keys()), len(new.keys() - old.keys())),
+            "records": [str(before), str(after)],
+            "changes": [change.to_dict() for change in found],
+        }
 
-    def show() -> None:
-        for name, record in ((before, first), (after, second)):
-            print(f"{name.name}: {differences.about(record)}")
-        differences.show(told, found, **output.looks)
+        def show() -> None:
+            for name, record in ((before, first), (after, second)):
+                print(f"{name.name}: {differences.about(record)}")
+            differences.show(told, found, **output.looks)
 
-    output.deliver(told, show)
+        output.deliver(told, show)

@@ -50,7 +50,8 @@ def inspect(
     """Run every candidate that can compute a problem, each in its own process: verified, timed and profiled."""
     if output.record is not None:
         refuse_ignored("with --record", *OF_TENSORS, *_OF_RUNS, "target", "without_gpu", "backend", "seed")
-        _show(_read(output.record), output)
+        with kept.shown(output.record):
+            _show(_read(output.record), output)
         return
     asked = problem.make()
     provenance = {"provenance": environment.provenance(run.seed, environment.command_line())}

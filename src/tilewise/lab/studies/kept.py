@@ -6,10 +6,11 @@ out when somebody asks (`expanded`). All records are read and written here.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import TYPE_CHECKING, Any
 
-from ...errors import InvalidInput
+from ...errors import InvalidInput, TilewiseError
 from ..measure.compare import read_comparison
 from ..report import finite
 
@@ -34,6 +35,19 @@ def read(path: Path) -> dict[str, Any]:
         got = f"{path}, nested more than {_DEEPEST} deep"
         raise InvalidInput("record", got, "a JSON file that tilewise wrote", "name such a file")
     return values
+
+
+@contextlib.contextmanager
+def shown(*paths: Path) -> Iterator[None]:
+    """Where records of these files are read and shown: what they lack, or hold in another form, is InvalidInput."""
+    try:
+        yield
+    except TilewiseError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        names = " or ".join(dict.fromkeys(map(str, paths)))
+        got = f"{names}, which is damaged or of another release ({type(error).__name__}: {str(error)[:80]})"
+        raise InvalidInput("record", got, "a record as this release writes it", "measure again") from error
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
@@ -64,7 +78,7 @@ def date(path: Path) -> str:
     """When a file of the folder was made, of whatever kind it is; empty where it does not say, or is no JSON."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return ""
     provenance = found.get("provenance") if isinstance(found, dict) else None
     return str(provenance.get("date", "")) if isinstance(provenance, dict) else ""
