@@ -67,7 +67,7 @@ gpu-nightly: $(SETUP)
 # Two identical candidates, 200 times, on a machine that is kept busy: at most 4 may be told apart. Takes some minutes.
 # The record goes to benchmarks/results/, or to RESULTS=folder.
 instrument-check: $(SETUP)
-	$(PYTHON) -m tilewise.lab.commands.instrument --save $(if $(RESULTS),--results $(RESULTS)) $(if $(RUNS),--runs $(RUNS))
+	$(PYTHON) tools/instrument.py --save $(if $(RESULTS),--results $(RESULTS)) $(if $(RUNS),--runs $(RUNS))
 
 # Which changed lines of the parts that decide correctness the tests let pass: COUNT of them (150), drawn by SEED (0).
 mutants: $(SETUP)
@@ -106,7 +106,7 @@ golden: $(SETUP)
 	$(PYTHON) tests/test_plan.py --update
 
 docs: $(SETUP)
-	$(PYTHON) -m tilewise docs
+	$(PYTHON) tools/docs.py
 
 # README.md and docs/ with an API reference from the docstrings (mkdocs.yml), into build/site. A warning is an error
 # (--quiet would hide warnings from --strict); the variable silences a notice about the theme's successor.

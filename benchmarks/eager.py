@@ -22,7 +22,6 @@ import argparse
 import contextlib
 import copy
 import functools
-import importlib.util
 import math
 import os
 import random
@@ -31,20 +30,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import models
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 ROOT = Path(__file__).resolve().parent.parent
-_spec = importlib.util.spec_from_file_location("benchmarks_models", ROOT / "benchmarks" / "models.py")
-assert _spec is not None
-assert _spec.loader is not None
-models = sys.modules.get(_spec.name) or importlib.util.module_from_spec(_spec)
-if _spec.name not in sys.modules:
-    sys.modules[_spec.name] = models
-    _spec.loader.exec_module(models)
-
 OURS, PEER, OVERRIDE = "tilewise", "sdpa", "sdpa under tilewise.sdpa()"
 WAYS = (OURS, PEER, OVERRIDE)
 KINDS = ("step", "generate", "padded step", "padded generate", "graph")

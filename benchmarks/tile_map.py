@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from suites import variants
 
 from tilewise import Target
 from tilewise.engine import run
@@ -32,8 +33,7 @@ from tilewise.lab.candidates.names import OURS, Candidate
 from tilewise.lab.measure import accuracy, environment, timing
 from tilewise.lab.measure.compare import median
 from tilewise.lab.model import launched
-from tilewise.lab.render import map_docs
-from tilewise.lab.studies import kept, variants
+from tilewise.lab.studies import kept
 from tilewise.plan import plan
 
 if TYPE_CHECKING:
@@ -47,10 +47,18 @@ if TYPE_CHECKING:
     Call = Callable[[], object]
 
 ROOT = Path(__file__).resolve().parent.parent
+KIND, SUITE, SEQ = "tilewise tile map", "tile-map", variants.SEQ
+SHARE = 0.05  # of the forward that it serves: what a map may take,
+BANDWIDTH, MORE_SECONDS = 0.75, 4e-6  # or a read of the tensor at this share of the memory's rate, and a little more
+COLUMNS = ("mask", ">MiB", ">map, us", ">of the forward", ">allowed, us", ">step's map, us", ">of the step", "reached")
+LEGEND = (
+    f"Allowed: {SHARE:.0%} of the forward, or one read of the tensor at {BANDWIDTH:.0%} of the memory's bandwidth "
+    f"and {1e6 * MORE_SECONDS:.0f} us. A step's map includes the forward's."
+)
 MASK = "keep"  # the operand that a boolean mask is to our programs
 
 
-def asked(target: Target, only: tuple[str, ...] = (), seq: int = variants.SEQ) -> list[tuple[Row, Plan]]:
+def asked(target: Target, only: tuple[str, ...] = (), seq: int = SEQ) -> list[tuple[Row, Plan]]:
     """The forwards of the suite whose kernels go by a tile map, and their plans; `only` those whose names hold one of
     these texts."""
     rows = [row for row in variants.rows(seq) if row.timed == ("forward",)]
@@ -107,7 +115,9 @@ def wrong(problem: Problem, inputs: Inputs, forward: Call, device: str) -> list[
         sample = accuracy.choose(problem, 0, device)
         true = accuracy.truth(inputs, problem, sample)
         allowed = accuracy.budgets(accuracy.errors(accuracy.plain(inputs, problem, sample), true), problem)
-        found = accuracy.errors(accuracy.select({"out": forward()}, problem, sample), true)
+        out = forward()
+        assert isinstance(out, torch.Tensor)
+        found = accuracy.errors(accuracy.select({"out": out}, problem, sample), true)
     return accuracy.excess(found, allowed)
 
 
@@ -132,10 +142,32 @@ def row_of(row: Row, chosen: Plan, device: str, rounds: int, seconds: float) -> 
     return {**told, "backend": chosen.backend, "wrong": errors, "seconds": times}
 
 
+def allowed(size: int, bytes_per_second: float, forward: float) -> float:
+    """Seconds that the map of so many bytes may take beside a forward."""
+    return max(SHARE * forward, size / (BANDWIDTH * bytes_per_second) + MORE_SECONDS)
+
+
+def cells(record: dict[str, Any]) -> list[list[str]]:
+    """A line of the table per row of a record."""
+    return [_cells(row, record["settings"]["bytes_per_second"]) for row in record["rows"]]
+
+
+def _cells(row: dict[str, Any], bytes_per_second: float) -> list[str]:
+    size = f"{row['bytes'] / 2**20:.3g}"
+    if row["wrong"]:
+        return [row["row"], size, *["-"] * 5, f"wrong: {'; '.join(row['wrong'])}"]
+    times = {name: median(found) for name, found in row["seconds"].items()}
+    made, for_step = times["forward's map"], times["step's map"]
+    limit = allowed(row["bytes"], bytes_per_second, times["forward"])
+    shares = made / times["forward"], for_step / times["step"]
+    figures = f"{1e6 * made:.1f}", f"{shares[0]:.1%}", f"{1e6 * limit:.1f}", f"{1e6 * for_step:.1f}", f"{shares[1]:.1%}"
+    return [row["row"], size, *figures, "yes" if made <= limit else "MISSED"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", default=[], help="rows whose names hold this text; all by default")
-    parser.add_argument("--seq", type=int, default=variants.SEQ, help="rows and keys; lengths in proportion")
+    parser.add_argument("--seq", type=int, default=SEQ, help="rows and keys; lengths in proportion")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=0.02, help="of each call in a round")
     parser.add_argument("--save", action="store_true", help="keep the record in benchmarks/results")
@@ -152,14 +184,14 @@ def main() -> None:
     settings = {"rounds": options.rounds, "round_seconds": options.seconds, "only": options.only, "seq": options.seq}
     settings["bytes_per_second"] = target.dram_bytes_per_s
     record = {
-        "kind": map_docs.KIND,
-        "suite": map_docs.SUITE,
+        "kind": KIND,
+        "suite": SUITE,
         "provenance": provenance,
         "settings": settings,
         "kernels": launched.by_this_process(),
         "rows": rows,
     }
-    report.print_table(map_docs.COLUMNS, map_docs.cells(record))
+    report.print_table(COLUMNS, cells(record))
     if options.save:
         print(f"saved {kept.save(record, ROOT / 'benchmarks' / 'results')}", file=sys.stderr)
 

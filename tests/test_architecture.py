@@ -23,19 +23,19 @@ PACKAGE = ROOT / "src" / "tilewise"
 
 # Each layer may import those before it and itself; those at the top stand side by side.
 LAYERS = [
-    "_path", "_interrupt", "errors", "memo", "fresh", "element", "operands", "masks", "scores", "terms", "problem", "target",
-    "partials", "jit", "native", "hook", "sequences", "nonfinite", "backend", "plain", "triton", "torch_kernels",
-    "engine", "plan", "torch_seam.switches", "call.request", "call.resolve", "call.build", "call.memory",
+    "_path", "_interrupt", "errors", "memo", "fresh", "element", "operands", "masks", "scores", "terms", "problem",
+    "target", "partials", "jit", "native", "hook", "sequences", "nonfinite", "backend", "plain", "triton",
+    "torch_kernels", "engine", "plan", "torch_seam.switches", "call.request", "call.resolve", "call.build", "call.memory",
     "torch_seam.autograd", "torch_seam.ops", "torch_seam.traced", "call.native", "call.execute", "torch_function",
     "api", "cache_append", "ladder",
 ]  # fmt: skip
 TOP = {"lab", "integrations"}
 # The same inside the lab: modules, then folders.
 LAB = [
-    "units", "processes", "report", "validation", "candidates", "model", "measure", "studies", "watch", "render",
+    "units", "processes", "report", "candidates", "model", "measure", "studies", "watch", "render",
     "commands",
 ]  # fmt: skip
-ABOVE_ALL = {"__init__", "__main__", "_flash"}
+ABOVE_ALL = {"__init__", "__main__", "_flash", "_public"}
 
 
 IN_LAYERS = {"call", "torch_seam"}  # folders whose modules are layers of their own

@@ -23,14 +23,18 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import documents
 import torch
+from documents import ladder as ladder_page
+from documents import programs, reports
+from documents.programs import host, tile_map
+from documents.records import Checkout
 
 from tilewise.errors import InvalidInput
 from tilewise.lab.measure import environment
 from tilewise.lab.measure.compare import Settings
 from tilewise.lab.measure.pool import Pool
-from tilewise.lab.render import docs, ladder_docs, map_docs, models_docs, report_docs, tune_docs
-from tilewise.lab.studies import bench, host, kept, ladder, records, suites, tune
+from tilewise.lab.studies import bench, kept, ladder, records, suites, tune
 from tilewise.lab.studies import inspect as inspection
 
 if TYPE_CHECKING:
@@ -48,7 +52,7 @@ SEEDS = {"drawn": 20261119}
 ROUNDS = 7
 MAX_BYTES = 8 * 2**20  # of the results folder
 _MARKS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
-    **dict.fromkeys((models_docs.KIND, host.KIND, map_docs.KIND, inspection.KIND), records.marks_of),
+    **dict.fromkeys((programs.KIND, host.KIND, tile_map.KIND, inspection.KIND), records.marks_of),
     ladder.KIND: ladder.marks,
     tune.KIND: tune.marks,
 }
@@ -63,21 +67,24 @@ class Program(NamedTuple):
 
     name: str  # of the file
     command: tuple[str, ...]
-    lacks: Callable[[Path], bool]  # a record that may be cited
+    lacks: Callable[[Checkout], bool]  # a record that may be cited
     seconds: float = 60.0
 
 
 def _program(suite: str, kind: str, command: str, seconds: float) -> Program:
-    return Program(suite, tuple(command.split()), lambda root: models_docs.newest(root, suite, kind) is None, seconds)
+    def lacks(checkout: Checkout) -> bool:
+        return next(programs.records_of(checkout, suite, kind), None) is None
+
+    return Program(suite, (command, "--save"), lacks, seconds)
 
 
-def _report(report: report_docs.Report) -> Program:
-    return Program(report.name, _module(report.command), lambda root: report_docs.find(report, root) is None, 40.0)
+def _report(report: reports.Report) -> Program:
+    return Program(report.name, _module(report.command), lambda checkout: reports.find(report, checkout) is None, 40.0)
 
 
-def _sweep(report: tune_docs.Report, seconds: float) -> Program:
+def _sweep(report: reports.SweepReport, seconds: float) -> Program:
     command = _module(report.command)
-    return Program(report.name, command, lambda root: tune_docs.find(report.backend, root) is None, seconds)
+    return Program(report.name, command, lambda checkout: reports.find_sweep(report.backend, checkout) is None, seconds)
 
 
 def _module(command: str) -> tuple[str, ...]:
@@ -86,13 +93,13 @@ def _module(command: str) -> tuple[str, ...]:
 
 
 PROGRAMS = (
-    _program("transformers", models_docs.KIND, "benchmarks/models.py --save", 150.0),
-    _program(f"{host.SUITE}-cuda", host.KIND, "-m tilewise bench --suite host --save", 30.0),
-    _program("eager", models_docs.KIND, "benchmarks/eager.py --save", 100.0),
-    _program(map_docs.SUITE, map_docs.KIND, "benchmarks/tile_map.py --save", 30.0),
-    Program("ladder", _module(ladder_docs.COMMAND), lambda root: ladder_docs.newest(root) is None, 60.0),
-    *(_sweep(report, 45.0) for report in tune_docs.REPORTS),
-    *(_report(report) for report in report_docs.REPORTS if "--tensors" not in report.command),
+    _program("transformers", programs.KIND, "benchmarks/models.py", 150.0),
+    _program(f"{host.SUITE}-cuda", host.KIND, "benchmarks/host.py", 30.0),
+    _program("eager", programs.KIND, "benchmarks/eager.py", 100.0),
+    _program(tile_map.SUITE, tile_map.KIND, "benchmarks/tile_map.py", 30.0),
+    Program("ladder", _module(ladder_page.COMMAND), lambda checkout: ladder_page.newest(checkout) is None, 60.0),
+    *(_sweep(report, 45.0) for report in reports.SWEPT),
+    *(_report(report) for report in reports.REPORTS if "--tensors" not in report.command),
 )
 
 
@@ -136,7 +143,7 @@ def measure(found: Lacking, pool: Pool, stop: float, *, compiled: bool) -> bool:
     """Measure what is lacking, bunch by bunch, until the time is up; whether all of it was."""
     on_gpu = found.rows[0].device.startswith("cuda")
     usual = Settings(rounds=ROUNDS, time_limit=60.0, seed=SEEDS.get(found.suite, 0), together=on_gpu, overhead=True)
-    settings = replace(usual, **suites.SETTINGS.get(found.suite, {"round_seconds": 0.03 if on_gpu else 0.1}))
+    settings = replace(usual, **suites.settings_of(found.suite) or {"round_seconds": 0.03 if on_gpu else 0.1})
     if on_gpu and not compiled:
         bench.compile_ahead(found.rows, settings)
     before = found.before
@@ -180,7 +187,7 @@ def run_program(program: Program, device: str) -> bool:
 def complaints(root: Path) -> list[str]:
     """What generated parts of README.md and docs/ take from records that may not be cited."""
     found = []
-    for name in docs.cited(root):
+    for name in documents.cited(root):
         try:
             record = kept.read(root / bench.RESULTS / name)
         except InvalidInput as error:
@@ -205,7 +212,8 @@ def not_cited(root: Path) -> list[str]:
 
 def not_there(root: Path) -> list[str]:
     """Records that pages link to and that the folder does not hold."""
-    return sorted(name for name in set(docs.LINK.findall(_text(root))) if not (root / bench.RESULTS / name).is_file())
+    linked = set(documents.LINK.findall(_text(root)))
+    return sorted(name for name in linked if not (root / bench.RESULTS / name).is_file())
 
 
 def _text(root: Path) -> str:
@@ -218,7 +226,8 @@ def check(root: Path) -> list[str]:
     size = sum(path.stat().st_size for path in (root / bench.RESULTS).iterdir())
     found = complaints(root)
     if not found:  # else pages differ for that reason
-        found += [f"{path.relative_to(root)}: differs from its records: run `make docs`" for path in docs.stale(root)]
+        stale = documents.stale(root)
+        found += [f"{path.relative_to(root)}: differs from its records: run `make docs`" for path in stale]
     if size > MAX_BYTES:
         found.append(f"{bench.RESULTS} holds {size / 2**20:.1f} MB, more than {MAX_BYTES / 2**20:.0f}: delete records")
     found += [f"{name}: pages link to this record, which is not there" for name in not_there(root)]
@@ -244,8 +253,9 @@ def main() -> int:
     stop = time.monotonic() + 60.0 * asked.minutes
     device = environment.device_line("cuda" if on_gpu else "cpu").partition(",")[0]
     names, programs = chosen([name for text in asked.only for name in text.split(",")], on_gpu=on_gpu)
+    checkout = Checkout(ROOT)
     waiting = [found for name in names if (found := lacking(name, device, ROOT / bench.RESULTS)).rows]
-    programs = [program for program in programs if program.lacks(ROOT)]
+    programs = [program for program in programs if program.lacks(checkout)]
     for found in waiting:
         print(f"{found.suite}: {len(found.rows)} rows, about {found.seconds:.0f} s", flush=True)
     for program in programs:

@@ -7,85 +7,26 @@ print(tilewise.explain(q, k, v, mask="causal"))
 from . import _path  # noqa: F401  (first of all: not even `__future__` comes from the current directory)
 
 # isort: split
-from . import _interrupt  # noqa: F401  (before anything that takes long to import)
+from . import _interrupt  # before anything that takes long to import
 
 # isort: split
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
-
-from . import _flash
-from .api import (
-    attention,
-    attention_cached,
-    attention_packed,
-    explain,
-    explain_cached,
-    scaled_dot_product_attention,
-    warm_up,
-)
-from .errors import (
-    CompileError,
-    DeviceError,
-    InvalidInput,
-    Reason,
-    TilewiseError,
-    UnknownArgument,
-    UnsupportedProblem,
-)
-from .masks import Causal, Dense, Documents, Full, KeyLengths, Mask, PrefixLM, Window
-from .plan import Plan, Verdict
-from .problem import Problem
-from .target import Target
-
-if TYPE_CHECKING:
-    from .integrations.sdpa import FallbackWarning, sdpa
-    from .lab.watch.trace import no_math_fallback, trace
 
 __version__ = "0.1.0"
 
-_flash.register()
+if TYPE_CHECKING:
+    from ._public import *  # noqa: F403
+    from ._public import __all__ as __all__
+elif not _interrupt.IS_COMMAND:
+    from . import _public
 
-__all__ = [
-    "Causal",
-    "CompileError",
-    "Dense",
-    "DeviceError",
-    "Documents",
-    "FallbackWarning",
-    "Full",
-    "InvalidInput",
-    "KeyLengths",
-    "Mask",
-    "Plan",
-    "PrefixLM",
-    "Problem",
-    "Reason",
-    "Target",
-    "TilewiseError",
-    "UnknownArgument",
-    "UnsupportedProblem",
-    "Verdict",
-    "Window",
-    "attention",
-    "attention_cached",
-    "attention_packed",
-    "explain",
-    "explain_cached",
-    "no_math_fallback",
-    "scaled_dot_product_attention",
-    "sdpa",
-    "trace",
-    "warm_up",
-]
+    globals().update((name, value) for name, value in vars(_public).items() if name in ("__all__", *_public.__all__))
 
 
 def __getattr__(name: str) -> object:
-    """`tilewise.sdpa` and what watches a program are loaded when they are first asked for."""
-    if name in ("sdpa", "FallbackWarning"):
-        from .integrations import sdpa as override  # noqa: PLC0415
-
-        return getattr(override, name)
-    if name in ("trace", "no_math_fallback"):
-        from .lab.watch import trace as watching  # noqa: PLC0415
-
-        return getattr(watching, name)
-    raise AttributeError(f"module 'tilewise' has no attribute {name!r}")
+    """A name that is loaded when it is first asked for. The command loads all of them so: its help needs no PyTorch."""
+    if _interrupt.IS_COMMAND and find_spec(f"{__name__}.{name}") is not None:
+        raise AttributeError(f"the module {name} is not imported")  # as Python expects it while it imports that module
+    return getattr(import_module("._public", __name__), name)

@@ -11,7 +11,7 @@ import sys
 from ._path import STARTS_US
 
 CODE = 130
-_IS_SCRIPT = os.path.basename(sys.argv[0] if sys.argv else "") in ("tilewise", "tilewise.exe")
+IS_COMMAND = STARTS_US or os.path.basename(sys.argv[0] if sys.argv else "") in ("tilewise", "tilewise.exe")
 
 
 def _end(*_: object) -> None:
@@ -24,5 +24,5 @@ def take() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-if (STARTS_US or _IS_SCRIPT) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+if IS_COMMAND and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, _end)

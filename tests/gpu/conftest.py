@@ -1,6 +1,6 @@
 """A green run on a GPU is recorded in benchmarks/validation.json, file by file, with the hash of the sources it ran on.
 
-Parts are vouched for apart (tilewise/lab/validation.py says by which files). A file is recorded when it ran whole,
+Parts are vouched for apart (gpu_parts.py says by which files). A file is recorded when it ran whole,
 green and without a skip; files that ran on the same sources stand beside each other, so the folder may be run in one go
 or file by file, also at the same time.
 """
@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from gpu_parts import PARTS, part_hash
 from tilewise.jit import nvrtc_version
-from tilewise.lab.validation import PARTS, part_hash
 
 if TYPE_CHECKING:
     from tilewise.engine.backend import Fused

@@ -275,7 +275,7 @@ def test_batched_gradients():
         ("llama.py", ["--steps", "6", "--how", "sdpa", "override", "direct"], "same tokens"),
         ("train_gpt.py", ["--steps", "6"], "sm90"),
         ("sdpa_overhead.py", ["--rounds", "1", "--calls", "40"], "causal, scale"),
-        ("host_cost.py", ["--rounds", "2"], "tilewise.attention, in Python"),
+        ("../benchmarks/host.py", ["--rounds", "2"], "tilewise.attention, in Python"),
     ],
 )
 def test_example(name, arguments, says, capsys):

@@ -38,7 +38,7 @@ def run(command: str, *more: str) -> Any:
 
 def test_inspect_names_the_kernels_and_their_sizes(tmp_path: Path) -> None:
     result = run(
-        "inspect --shape 2,8,512,64 --dtype fp16 --backward --repeat 2 --json --time-limit 60 "
+        "inspect --shape 2,8,512,64 --dtype fp16 --grad --repeat 2 --json --time-limit 60 "
         "--only tilewise --only torch-default --only torch-flash --only torch-math",
         "--trace", str(tmp_path / "trace.json"), "--html", str(tmp_path / "report.html"),
     )  # fmt: skip
@@ -131,7 +131,7 @@ def test_rows_of_one_problem_are_verified_side_by_side_and_timed_every_way() -> 
 
 @pytest.mark.skipif(torch.cuda.is_available() and not Target.of("cuda").has_triton, reason="triton is not installed")
 def test_check_finds_kernels_written_apart_right() -> None:
-    result = run("check --shape 1,4,300,64 --kv-heads 2 --mask causal --backward")
+    result = run("check --shape 1,4,300,64 --kv-heads 2 --mask causal --grad")
     assert result.exit_code == 0, result.output
     rows = [line.split() for line in result.output.splitlines()]
     assert any(row[:2] == ["triton", "verified"] for row in rows), result.output

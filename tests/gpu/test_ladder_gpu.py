@@ -26,7 +26,7 @@ from tilewise.errors import CompileError
 from tilewise.jit import build_all
 from tilewise.lab.commands.app import app
 from tilewise.lab.measure import stages
-from tilewise.lab.studies import ladder as command
+from tilewise.lab.studies import ladder_report
 from tilewise.ladder import lecture, three_kernel
 from tilewise.target import Target
 
@@ -207,7 +207,7 @@ def test_the_three_kernels_taken_apart() -> None:
     told = stages.measure(problem, 0, 0.01, 300.0)
     assert set(told["seconds"]) == set(stages.PARTS), told
     assert all(len(times) == stages.ROUNDS and min(times) > 0 for times in told["seconds"].values())
-    assert [one.threads for one in command.by_row_threads(problem, told["seconds"])] == [16, 32, 256]
+    assert [one.threads for one in ladder_report.by_row_threads(problem, told["seconds"])] == [16, 32, 256]
 
 
 def test_the_command(tmp_path: Path) -> None:

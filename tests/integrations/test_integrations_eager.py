@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 
+import eager
 import pytest
 import torch
+from documents import programs
 
 from support import budget
-from tilewise.lab.render import host_docs
 
 pytest.importorskip("transformers")
 
 ROOT = Path(__file__).resolve().parents[2]
-spec = importlib.util.spec_from_file_location("benchmarks_eager", ROOT / "benchmarks" / "eager.py")
-eager = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = eager
-spec.loader.exec_module(eager)
 
 
 @pytest.mark.parametrize("family", eager.FAMILIES)
@@ -56,7 +51,7 @@ def test_a_decoded_token_is_verified_before_it_is_timed():
 
 
 def test_every_kind_has_its_words_in_the_table():
-    assert set(host_docs._WHATS) == set(eager.KINDS)
+    assert set(programs._WHATS) == set(eager.KINDS)
 
 
 def test_rows_compare_with_sdpa_what_is_right():

@@ -17,7 +17,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 EXAMPLE = {
     "sdpa_override.py": (None, ["tiled: asked for by name"]),
     "sdpa_overhead.py": (["--rounds", "1", "--calls", "5"], ["causal, scale"]),
-    "host_cost.py": (["--rounds", "1", "--device", "cpu"], ["tilewise.attention, in Python"]),
     "flash_attn_interface.py": (None, ["packed: (136, 8, 64)"]),
     "decode.py": (["--tokens", "6", "--layers", "1", "--rounds", "1"], ["static: the same tokens", "skipped"]),
     "transformers_model.py": (None, ["the same tokens", "skipped"]),
@@ -54,7 +53,7 @@ def test_example(name, capsys):
     assert any(text in said for text in says), said
 
 
-@pytest.mark.parametrize("name", ["sdpa_overhead.py", "host_cost.py", "llama.py", "train_gpt.py"])
+@pytest.mark.parametrize("name", ["sdpa_overhead.py", "llama.py", "train_gpt.py"])
 def test_records(name, tmp_path):
     """--save writes one record, with where it comes from and the raw figures of every row."""
     run(name, [*EXAMPLE[name][0], "--save", str(tmp_path)])

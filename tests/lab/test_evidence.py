@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import shutil
 from dataclasses import replace
@@ -11,16 +10,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import documents
+import evidence
+import instrument
 import pytest
+from documents import ladder as ladder_page
+from documents import reports
 from test_docs import checkout, made_up
 
 from tilewise.jit.compile import KERNELS
 from tilewise.lab.candidates.names import Candidate
 from tilewise.lab.candidates.variants import THREE_KERNEL
-from tilewise.lab.commands import instrument
 from tilewise.lab.measure.compare import VERIFIED, Comparison, Outcome, Row, Settings
 from tilewise.lab.model import launched
-from tilewise.lab.render import docs, ladder_docs, tune_docs
 from tilewise.lab.studies import bench, kept, ladder, records, suites, tune
 from tilewise.ladder import RUNGS, traffic
 from tilewise.plan import plan
@@ -31,11 +33,6 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 H200 = Target.named("h200")
-spec = importlib.util.spec_from_file_location("evidence", ROOT / "tools" / "evidence.py")
-assert spec is not None
-assert spec.loader is not None
-evidence = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(evidence)
 
 
 def shortcomings(record: dict[str, Any]) -> dict[str, str]:
@@ -95,7 +92,7 @@ def test_a_row_is_no_evidence_without(change: Callable[[dict[str, Any]], None], 
     assert shortcomings(record) == {}
     change(record)
     found = shortcomings(record)
-    assert list(found) == [suites.SUITES["backward"][3].name]
+    assert list(found) == [suites.rows_of("backward")[3].name]
     assert why in next(iter(found.values()))
 
 
@@ -112,11 +109,11 @@ def test_a_peer_that_is_not_set_up_is_missed_and_one_that_fails_a_row_is_not() -
 def test_the_check_of_the_documents_fails_where_a_record_lacks_something(tmp_path: Path) -> None:
     text = "<!-- bench backward table gpu=H200 -->\n<!-- /bench -->\n"
     root = checkout(tmp_path, made_up("backward"), text=text)
-    (page,) = docs.pages(root)
+    (page,) = documents.pages(root)
     page.path.write_text(page.after)
     assert "[0.json]" in page.after
     assert evidence.complaints(root) == []
-    name = suites.SUITES["backward"][3].name
+    name = suites.rows_of("backward")[3].name
     for change, why in CHANGES:
         record = made_up("backward")
         change(record)
@@ -124,7 +121,7 @@ def test_the_check_of_the_documents_fails_where_a_record_lacks_something(tmp_pat
         (line,) = evidence.complaints(root)
         assert line.startswith(f"0.json: {name}: ")
         assert why in line
-    assert docs.pages(root)[0].after != page.after, "it would not be cited again"
+    assert documents.pages(root)[0].after != page.after, "it would not be cited again"
 
 
 def test_a_figure_that_was_changed_by_hand_is_seen_and_a_record_that_is_gone(tmp_path: Path) -> None:
@@ -132,7 +129,7 @@ def test_a_figure_that_was_changed_by_hand_is_seen_and_a_record_that_is_gone(tmp
     root = checkout(tmp_path, made_up("backward"), text=text)
     for name in ("other.json", "broken.json"):
         (root / bench.RESULTS / name).unlink()
-    (page,) = docs.pages(root)
+    (page,) = documents.pages(root)
     page.path.write_text(page.after)
     assert evidence.check(root) == []
     page.path.write_text(page.after.replace("2.00x", "3.00x", 1))
@@ -150,7 +147,7 @@ def test_a_figure_that_was_changed_by_hand_is_seen_and_a_record_that_is_gone(tmp
 
 def ladder_record() -> dict[str, Any]:
     """As if every rung had run on today's kernels."""
-    problem = ladder_docs.problems()[0]
+    problem = ladder_page.problems()[0]
     outcomes = [Outcome(rung.candidate, VERIFIED, forward=[[1e-3]] * 7) for rung in RUNGS]
     for outcome in outcomes:
         if Candidate(outcome.candidate).is_ours:
@@ -164,7 +161,7 @@ def ladder_record() -> dict[str, Any]:
 
 def tune_record() -> dict[str, Any]:
     """As if the first configs of a search had run on today's kernels."""
-    problem, settings = ladder_docs.problems()[0], tune.Settings(max_configs=5)
+    problem, settings = ladder_page.problems()[0], tune.Settings(max_configs=5)
     shipped, space = tune.search(THREE_KERNEL, problem, H200, settings)
     trials = [tune.Trial(one, tune.label_of(one), tune.MEASURED, rounds={0: [1e-3]}, turns=[1e-3] * 9) for one in space]
     found = tune.Sweep(THREE_KERNEL, problem, H200, trials, tune.label_of(shipped), complete=True)
@@ -237,13 +234,11 @@ def test_the_ladder_and_sweeps_are_cited_while_their_kernels_are_those_of_today(
 ) -> None:
     root = checkout(tmp_path, make())
     blocks = "<!-- ladder figures -->\n<!-- /ladder -->\n<!-- ladder sweep -->\n<!-- /ladder -->\n"
-    (root / ladder_docs.PAGE).write_text(blocks)
-    (root / tune_docs.PAGE).write_text("<!-- tune -->\n<!-- /tune -->\n")
-    for path in ladder_docs.write(root):
+    (root / ladder_page.PAGE).write_text(blocks)
+    (root / reports.SWEEPS).write_text("<!-- tune -->\n<!-- /tune -->\n")
+    for path in documents.write(root):
         assert path.is_file()
-    for page in docs.pages(root):
-        page.path.write_text(page.after)
-    assert "(../benchmarks/results/0.json)" in (root / ladder_docs.PAGE).read_text()
+    assert "(../benchmarks/results/0.json)" in (root / ladder_page.PAGE).read_text()
     assert (root / "docs" / "tune-three-kernel.html").is_file() == (make is tune_record)
     assert evidence.complaints(root) == []
     record = make()
@@ -252,8 +247,8 @@ def test_the_ladder_and_sweeps_are_cited_while_their_kernels_are_those_of_today(
     (line,) = evidence.complaints(root)
     assert line.startswith("0.json: ")
     assert why in line
-    ladder_docs.write(root)
-    assert "0.json" not in (root / ladder_docs.PAGE).read_text(), "it would not be cited again"
+    documents.write(root)
+    assert "0.json" not in (root / ladder_page.PAGE).read_text(), "it would not be cited again"
 
 
 def test_a_record_that_cannot_name_its_kernels_is_cited_by_no_generated_part(tmp_path: Path) -> None:
@@ -290,7 +285,7 @@ def changed(kernels: Path) -> dict[str, set[str]]:
     """Rows of some suites that launch something else by these headers, by suite and direction."""
     found: dict[str, set[str]] = {}
     for name in ("forward", "backward", "float32", "sm80", "packed", "decode"):
-        for row in suites.SUITES[name]:
+        for row in suites.rows_of(name):
             chosen = plan(row.problem, H200, Candidate(row.candidates[0]).backend if name == "sm80" else "auto")
             before, now = (launched.launched(chosen, row.timed, where) for where in (KERNELS, kernels))
             if launched.difference(before, now):
@@ -329,7 +324,7 @@ def test_a_header_makes_older_exactly_the_rows_that_run_it(
 )
 def test_a_header_makes_older_exactly_the_rungs_that_run_it(kernels: Path, header: str, expected: set[str]) -> None:
     named = {name: one["kernels"] for name, one in rungs_of(ladder_record()).items() if "kernels" in one}
-    asked = {"problem": ladder_docs.problems()[0].to_dict()}
+    asked = {"problem": ladder_page.problems()[0].to_dict()}
     with written(kernels / header, (kernels / header).read_text() + "\nstruct NeverSeenBefore {};\n"):
         today = {name: launched.today(asked | {"asked": name}, H200, ("forward",), kernels) for name in named}
     older = {name for name, known in named.items() if launched.difference(known, today[name])}
@@ -373,7 +368,7 @@ def test_rows_that_were_measured_again_take_the_place_of_the_earlier_ones(tmp_pa
 
 
 def test_rows_of_one_problem_are_measured_together() -> None:
-    rows = list(suites.SUITES["grouped"])
+    rows = list(suites.rows_of("grouped"))
     found = list(evidence.bunches(rows))
     assert [row for bunch in found for row in bunch] == rows
     assert len(found) > 3
@@ -382,13 +377,13 @@ def test_rows_of_one_problem_are_measured_together() -> None:
 
 
 def test_what_is_lacking_is_asked_for_again(tmp_path: Path) -> None:
-    assert len(evidence.lacking("backward", "NVIDIA H200", tmp_path).rows) == len(suites.SUITES["backward"])
+    assert len(evidence.lacking("backward", "NVIDIA H200", tmp_path).rows) == len(suites.rows_of("backward"))
     record = made_up("backward")
     with_another_grid(record)
     without_a_row(record)
     kept.write(record, tmp_path / "h200-backward.json")
     found = evidence.lacking("backward", "NVIDIA H200", tmp_path)
-    assert [row.name for row in found.rows] == [suites.SUITES["backward"][3].name]
+    assert [row.name for row in found.rows] == [suites.rows_of("backward")[3].name]
     assert found.path.name == "h200-backward.json"
     assert found.seconds > 0
 
@@ -398,7 +393,7 @@ def test_a_record_reads_back_as_it_was_measured(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     kept.write(record, path)
     once, again = records.read(path), kept.expanded(kept.read(path))
-    assert [one.row.problem for one in once.comparisons] == [row.problem for row in suites.SUITES["backward"]]
+    assert [one.row.problem for one in once.comparisons] == [row.problem for row in suites.rows_of("backward")]
     assert [row["candidates"][0]["ratio"] for row in again["rows"]] == [
         pytest.approx(row["candidates"][0]["ratio"]) for row in record["rows"]
     ]

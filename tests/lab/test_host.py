@@ -1,17 +1,20 @@
-"""The suite `host`: what is called, with which tensors. Nothing here is timed."""
+"""benchmarks/host.py: what is called, with which tensors. Nothing here is timed."""
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+import host
 import torch
 
 from support import assert_close, budget
 from tilewise import attention
-from tilewise.lab.studies import host
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import pytest
 
 SHAPE = (3, 2, 8, 16)
@@ -81,3 +84,18 @@ def test_ways_are_compared_within_a_round() -> None:
     assert ours.beside(default) == (0.5, -1.0)
     record = host.record([default, ours], "cpu", SHAPE, [])
     assert host.costs_of(record) == [default, ours]
+
+
+def test_the_program_prints_and_keeps_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With where it comes from and the raw figures of every row."""
+    threads = torch.get_num_threads()
+    try:
+        host.main(["--rounds", "1", "--device", "cpu", "--save", str(tmp_path)])
+    finally:
+        torch.set_num_threads(threads)
+    assert "tilewise.attention, in Python" in capsys.readouterr().out
+    (path,) = tmp_path.glob("*.json")
+    record = json.loads(path.read_text())
+    assert (record["kind"], record["suite"]) == (host.KIND, "host-cpu")
+    assert record["provenance"]["versions"]["torch"] == torch.__version__
+    assert all(row["seconds"] for row in record["rows"])

@@ -52,7 +52,7 @@ def test_inspect_runs_on_past_the_dead_and_the_wrong(tmp_path: Path) -> None:
     extra = [argument for name in ("illegal", "wrong") for argument in ("--candidate", f"{path}:{name}")]
     page, trace = tmp_path / "report.html", tmp_path / "trace.json"
     result = run(
-        "inspect --shape 2,4,64,32 --dtype float32 --device cpu --repeat 2 --backward --json",
+        "inspect --shape 2,4,64,32 --dtype float32 --device cpu --repeat 2 --grad --json",
         *extra, "--html", str(page), "--trace", str(trace),
     )  # fmt: skip
     assert result.exit_code == 1, result.output
@@ -367,7 +367,7 @@ def test_static_needs_no_gpu() -> None:
     ],
 )
 def test_static_builds_for_the_target_in_both_directions(arguments: str, arch: str) -> None:
-    told = json.loads(run(f"inspect --shape 1,8,1024,64 --static --backward --json {arguments}").stdout)
+    told = json.loads(run(f"inspect --shape 1,8,1024,64 --static --grad --json {arguments}").stdout)
     assert {built["arch"] for built in told["kernels"]} == {arch}
     assert any("backward" in built["kernel"] for built in told["kernels"])
     assert any("preprocess" in built["kernel"] for built in told["kernels"]), "a backward is more than its main kernel"

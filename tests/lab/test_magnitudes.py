@@ -1,4 +1,4 @@
-"""`tilewise magnitudes`: errors by the size of the inputs, kept as a record and drawn."""
+"""tools/magnitudes.py: errors by the size of the inputs, kept as a record and drawn."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
+import magnitudes
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -14,11 +15,13 @@ from support import assert_close, budget, make_problem
 from tilewise import Causal
 from tilewise.lab import report
 from tilewise.lab.candidates.names import make_inputs
-from tilewise.lab.commands import app as cli
-from tilewise.lab.studies import magnitudes, magnitudes_report
+from tilewise.lab.commands.command import program
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+COMMAND = program(magnitudes.magnitudes)
 
 
 @pytest.fixture
@@ -64,7 +67,7 @@ def test_gradients_that_are_all_rounding_are_over_no_budget(monkeypatch: pytest.
         assert found == {"dq": all_rounding, "dk": all_rounding, "dv": False}
     monkeypatch.setattr(magnitudes, "SCALINGS", {"scores": (range(3, 4), scale)})
     told = magnitudes.to_dict(problem, "cpu", magnitudes.measure(problem, "cpu", seed), {})
-    assert magnitudes_report.over_budget(told) == []
+    assert magnitudes.over_budget(told) == []
 
 
 def test_what_overflows_has_no_error() -> None:
@@ -87,9 +90,9 @@ def test_the_report_of_magnitudes() -> None:
     found = {"scores": {"tilewise": [good], "torch-math": [good, bad, none]}}
     told = magnitudes.to_dict(make_problem((1, 1, 8, 8)), "h200", found, {})
     over = "torch-math: gradients of scores 1e3: error 4.9e-1, 41.0 times its budget"
-    assert magnitudes_report.over_budget(told) == [("torch-math", over)]
+    assert magnitudes.over_budget(told) == [("torch-math", over)]
     assert (
-        report.lines(magnitudes_report.report_of(told))
+        report.lines(magnitudes.report_of(told))
         == f"""\
 tilewise is within its budgets, torch-math not
 {over}
@@ -116,7 +119,7 @@ def test_the_command_saves_a_record_and_draws_it(tmp_path: Path) -> None:
     picture = tmp_path / "plots" / "errors.svg"
     options = ["--shape", "1,1,32,16", "--device", "cpu", "--save", "--results", str(tmp_path), "--plot", str(picture)]
     options += ["--html", str(tmp_path / "page.html")]
-    result = CliRunner().invoke(cli.app, ["magnitudes", *options])
+    result = CliRunner().invoke(COMMAND, options)
     assert result.exit_code == 0, result.output
     assert "3 of 3" in result.output
     assert "Every error is within its budget" in result.output
@@ -142,7 +145,7 @@ def test_an_interrupt_keeps_the_points_that_are_done(tmp_path: Path, monkeypatch
     monkeypatch.setattr(magnitudes, "_point", point)
     path, page = tmp_path / "magnitudes.json", tmp_path / "page.html"
     options = ["--shape", "1,1,32,16", "--device", "cpu", "--json", str(path), "--html", str(page)]
-    result = CliRunner().invoke(cli.app, ["magnitudes", *options])
+    result = CliRunner().invoke(COMMAND, options)
     assert result.exit_code == 130, result.output
     assert "Interrupted: only what was measured is here." in result.output
     record = json.loads(path.read_text())
@@ -153,5 +156,5 @@ def test_an_interrupt_keeps_the_points_that_are_done(tmp_path: Path, monkeypatch
 
 @pytest.mark.usefixtures("few")
 def test_quietly_the_outcome_alone() -> None:
-    result = CliRunner().invoke(cli.app, ["magnitudes", "--shape", "1,1,32,16", "--device", "cpu", "-q"])
+    result = CliRunner().invoke(COMMAND, ["--shape", "1,1,32,16", "--device", "cpu", "-q"])
     assert (result.exit_code, result.stdout) == (0, "Every error is within its budget\n")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+import documents
 import pytest
+import tile_map as cost
 import torch
 
 import emulation
@@ -16,16 +16,9 @@ from tilewise import Target
 from tilewise.engine import run, tile_map
 from tilewise.lab.candidates.inputs import make_inputs
 from tilewise.lab.model.launched import launched
-from tilewise.lab.render import map_docs
 from tilewise.lab.studies import bench
 
 ROOT = Path(__file__).resolve().parents[2]
-spec = importlib.util.spec_from_file_location("benchmarks_tile_map", ROOT / "benchmarks" / "tile_map.py")
-assert spec is not None
-assert spec.loader is not None
-cost = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = cost
-spec.loader.exec_module(cost)
 H200 = Target.named("h200")
 
 
@@ -88,15 +81,15 @@ def test_a_row_of_the_record_has_its_times(monkeypatch: pytest.MonkeyPatch) -> N
     assert found["bytes"] == 4 * 64 * 64
     assert [len(times) for times in found["seconds"].values()] == [2] * 4
     record = {"rows": [found], "settings": {"bytes_per_second": 4.8e12}}
-    (cells,) = map_docs.cells(record)
-    assert len(cells) == len(map_docs.COLUMNS)
+    (cells,) = cost.cells(record)
+    assert len(cells) == len(cost.COLUMNS)
     assert cells[0] == "bfloat16 4x16x64x64 causal padding"
 
 
 def test_a_map_may_take_a_share_of_its_forward_or_one_read() -> None:
     rate = 4e12
-    assert map_docs.allowed(0, rate, 1e-3) == pytest.approx(0.05e-3)
-    assert map_docs.allowed(3 * 10**7, rate, 1e-4) == pytest.approx(1e-5 + 4e-6)
+    assert cost.allowed(0, rate, 1e-3) == pytest.approx(0.05e-3)
+    assert cost.allowed(3 * 10**7, rate, 1e-4) == pytest.approx(1e-5 + 4e-6)
 
 
 def row_of(made: float, forward: float, **fields: Any) -> dict[str, Any]:
@@ -106,10 +99,10 @@ def row_of(made: float, forward: float, **fields: Any) -> dict[str, Any]:
 
 
 def test_the_table_says_what_was_reached(tmp_path: Path) -> None:
-    page = tmp_path / map_docs.PAGE
+    page = tmp_path / "docs" / "kernels" / "terms.md"
     page.parent.mkdir(parents=True)
     page.write_text("before\n<!-- tile map -->\nold\n<!-- /tile map -->\nafter\n")
-    assert "*Not measured yet: " in map_docs.wanted(tmp_path)[page]
+    assert "*Not measured yet: " in documents.pages(tmp_path)[0].after
     rows = [row_of(9e-6, 2e-4), row_of(11e-6, 2e-4), row_of(1e-6, 1e-4, wrong=["out norm error"], seconds={})]
     versions, source = {"torch": "2.11"}, {"commit": "c", "dirty": False}
     provenance = {
@@ -121,30 +114,30 @@ def test_the_table_says_what_was_reached(tmp_path: Path) -> None:
     kernels = [launched(chosen, ("step",)) for _, chosen in cost.asked(H200, ("random",))]
     record = {
         "kernels": kernels,
-        "kind": map_docs.KIND,
-        "suite": map_docs.SUITE,
+        "kind": cost.KIND,
+        "suite": cost.SUITE,
         "provenance": provenance,
         "rows": rows,
     }
     record["settings"] = {"rounds": 9, "bytes_per_second": 4.8e12, "only": [], "seq": 4096}
     (tmp_path / bench.RESULTS).mkdir(parents=True)
-    (tmp_path / bench.RESULTS / f"2026-11-18T000000Z-{map_docs.SUITE}.json").write_text(json.dumps(record))
-    lines = map_docs.wanted(tmp_path)[page].splitlines()
+    (tmp_path / bench.RESULTS / f"2026-11-18T000000Z-{cost.SUITE}.json").write_text(json.dumps(record))
+    lines = documents.pages(tmp_path)[0].after.splitlines()
     assert (lines[0], lines[-1]) == ("before", "after")
     assert "| a mask | 16 | 9.0 | 4.5% | 10.0 | 18.0 | 2.2% | yes |" in lines
     assert "| a mask | 16 | 11.0 | 5.5% | 10.0 | 22.0 | 2.7% | MISSED |" in lines
     assert "| a mask | 16 | - | - | - | - | - | wrong: out norm error |" in lines
     assert any("](../../benchmarks/results/2026-11-18T000000Z-tile-map.json)" in line for line in lines)
     unnamed = {name: value for name, value in record.items() if name != "kernels"}
-    (tmp_path / bench.RESULTS / f"2026-11-20T000000Z-{map_docs.SUITE}.json").write_text(json.dumps(unnamed))
-    assert map_docs.wanted(tmp_path)[page].splitlines() == lines, "a record that does not name its kernels is not cited"
+    (tmp_path / bench.RESULTS / f"2026-11-20T000000Z-{cost.SUITE}.json").write_text(json.dumps(unnamed))
+    (found,) = documents.pages(tmp_path)
+    assert found.after.splitlines() == lines, "a record that does not name its kernels is not cited"
     for changed in ({"only": ["random"]}, {"seq": 4100}):
         newer = {**record, "settings": {**record["settings"], **changed}, "rows": rows[:1]}
-        (tmp_path / bench.RESULTS / f"2026-11-19T000000Z-{map_docs.SUITE}.json").write_text(json.dumps(newer))
-        assert map_docs.wanted(tmp_path)[page].splitlines() == lines, (
-            "some rows alone, or of other lengths, are no table"
-        )
+        (tmp_path / bench.RESULTS / f"2026-11-19T000000Z-{cost.SUITE}.json").write_text(json.dumps(newer))
+        (found,) = documents.pages(tmp_path)
+        assert found.after.splitlines() == lines, "some rows alone, or of other lengths, are no table"
 
 
 def test_the_page_has_a_place_for_the_table() -> None:
-    assert map_docs.wanted(ROOT)
+    assert "<!-- tile map -->" in (ROOT / "docs" / "kernels" / "terms.md").read_text()

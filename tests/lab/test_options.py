@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import magnitudes
 import pytest
 import torch
 import typer.main
@@ -24,16 +25,22 @@ from tilewise.lab.commands import ladder as cli_ladder
 from tilewise.lab.commands import options, output
 from tilewise.lab.commands import tune as cli_tune
 from tilewise.lab.commands.app import app
-from tilewise.lab.commands.command import USAGE, _with_json_values
+from tilewise.lab.commands.command import USAGE, _with_json_values, program
 from tilewise.lab.measure import compare
 from tilewise.lab.measure.compare import VERIFIED, Comparison, Outcome, Row
 from tilewise.lab.studies import bench, builds, diff, inspect, kept, records
 from tilewise.plan import plan
 from tilewise.target import TARGETS, Target
 
+MAGNITUDES = program(magnitudes.magnitudes)
+
 
 def run(command: str, *more: str) -> Any:
-    return CliRunner().invoke(app, [*command.split(), *more])
+    """A command of `tilewise`, or that of tools/."""
+    words = [*command.split(), *more]
+    if words[:1] == ["magnitudes"]:
+        return CliRunner().invoke(MAGNITUDES, words[1:])
+    return CliRunner().invoke(app, words)
 
 
 @pytest.fixture
@@ -155,7 +162,7 @@ def test_a_path_that_cannot_be_written_is_told_before_anything_is_measured(
 
 
 @pytest.mark.parametrize(
-    "command", ["bench --save", "tune --shape 1,1,8,8 --save", "ladder --save", "magnitudes --save", "bench --plot x"]
+    "command", ["bench --save", "tune --shape 1,1,8,8 --save", "ladder --save", "magnitudes --save"]
 )
 @pytest.mark.usefixtures("_unmeasured")
 def test_so_is_a_folder(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,10 +229,8 @@ def test_the_version_is_printed() -> None:
 
 
 _LIST_THE_COMMANDS = """
-import sys, types
-package = types.ModuleType("tilewise")
-package.__path__ = [sys.argv.pop()]
-sys.modules["tilewise"] = package  # its modules without what `import tilewise` imports
+import sys
+sys.argv = ["tilewise"]  # as the installed command
 from tilewise.lab.commands.app import app
 app(["--help"], standalone_mode=False)
 print("torch" in sys.modules)
@@ -234,7 +239,7 @@ print("torch" in sys.modules)
 
 def test_the_list_of_commands_needs_no_pytorch() -> None:
     """The summaries are read from the modules of the commands, none of which is imported."""
-    words = [sys.executable, "-c", _LIST_THE_COMMANDS, str(Path(tilewise.__file__).parent)]
+    words = [sys.executable, "-c", _LIST_THE_COMMANDS]
     *shown, imported = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
     assert imported == "False"
     commands: Any = typer.main.get_command(app)
@@ -243,14 +248,23 @@ def test_the_list_of_commands_needs_no_pytorch() -> None:
         assert any(line.startswith(f"  {name} ") and later.get_short_help_str()[:15] in line for line in shown), name
 
 
-def test_gradients_have_one_name_and_the_former_one_still_works() -> None:
+def test_programs_that_the_command_runs_find_every_public_name() -> None:
+    code = "import sys; sys.argv = ['tilewise']; import tilewise; print('torch' in sys.modules); "
+    code += (
+        "from tilewise import *; print(all(getattr(tilewise, name) for name in tilewise.__all__), attention.__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True", "attention"]
+
+
+def test_gradients_have_one_name() -> None:
     for command in ("inspect", "check", "explain"):
         shown = run(f"{command} --help").stdout
         assert "--grad" in shown
         assert "--backward" not in shown
     static = "inspect --shape 1,8,512,64 --static --target h200 --json"
-    for option in ("--grad", "--backward"):
-        assert json.loads(run(f"{static} {option}").stdout)["plan"]["problem"]["needs_grad"] is True
+    assert json.loads(run(f"{static} --grad").stdout)["plan"]["problem"]["needs_grad"] is True
+    assert run(f"{static} --backward").exit_code == 2
 
 
 @pytest.mark.parametrize(
@@ -459,5 +473,6 @@ def test_what_to_do_without_a_gpu_is_something_the_command_can_do(command: str, 
 @pytest.mark.parametrize("name", ["bench", "check", "cycles", "inspect", "ladder", "magnitudes", "trace", "tune"])
 def test_every_measuring_command_writes_json_and_html(name: str) -> None:
     commands: Any = typer.main.get_command(app)
-    taken = {option for parameter in commands.commands[name].load().params for option in parameter.opts}
+    found = typer.main.get_command(MAGNITUDES) if name == "magnitudes" else commands.commands[name].load()
+    taken = {option for parameter in found.params for option in parameter.opts}
     assert {"--json", "--html"} <= taken

@@ -303,7 +303,7 @@ def test_this_pytorch_has_the_varlen_attn_that_is_called() -> None:
 def test_they_are_columns_where_they_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     assert not any(FLASHINFER in row.candidates for row in suites.suite("decode"))
-    assert "flashinfer-python" in str(Candidate(FLASHINFER).why_not(suites.SUITES["decode"][0].problem)[0])
+    assert "flashinfer-python" in str(Candidate(FLASHINFER).why_not(suites.rows_of("decode")[0].problem)[0])
     fake_flashinfer(monkeypatch)
     assert all(FLASHINFER in row.candidates for row in (*suites.suite("decode"), *suites.suite("chunked")))
     assert not any(FLASHINFER in row.candidates for row in suites.suite("drawn"))

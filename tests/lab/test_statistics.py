@@ -10,6 +10,7 @@ import random
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import instrument
 import pytest
 import torch
 from test_lab import FakePool
@@ -17,7 +18,6 @@ from test_lab import FakePool
 from support import make_problem
 from tilewise.lab import units
 from tilewise.lab.candidates.names import Candidate, make_inputs
-from tilewise.lab.commands import instrument
 from tilewise.lab.measure import noise, statistics, words
 from tilewise.lab.measure.compare import Comparison, Row, Settings, compare, read_comparison
 from tilewise.lab.measure.statistics import FASTER, INDISTINGUISHABLE, SAME, SLOWER, TOO_FEW, Speed, speed

@@ -23,12 +23,13 @@ from tilewise.element import Element
 from tilewise.engine import SM90
 from tilewise.errors import CompileError, InvalidInput
 from tilewise.jit import tuned
+from tilewise.lab import report
 from tilewise.lab.candidates.names import Candidate
 from tilewise.lab.candidates.variants import backend_of, is_variant, name_of, resolve
 from tilewise.lab.commands.app import app
 from tilewise.lab.measure.pool import Failure
 from tilewise.lab.render import pages
-from tilewise.lab.studies import tune
+from tilewise.lab.studies import tune, tune_report
 from tilewise.lab.studies.search_space import search_space
 from tilewise.plain import tiled
 from tilewise.plan import plan
@@ -72,6 +73,13 @@ def distance_from(block_q: int, block_kv: int) -> Callable[[Any], float]:
         return 1e-3 * (1 + abs(config.block_q - block_q) / 64 + abs(config.block_kv - block_kv) / 64)
 
     return seconds
+
+
+def show(found: tune.Sweep, settings: tune.Settings) -> None:
+    """As the command prints it."""
+    values = found.to_dict() | tune._concluded(found, settings)
+    told = json.loads(json.dumps({"sweeps": [values], "complete": found.complete}))
+    report.show(tune_report.report_of(told, target=found.target))
 
 
 def test_halving_finds_the_fastest_and_measures_few_for_long() -> None:
@@ -133,10 +141,10 @@ def test_what_fails_is_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     assert verdicts[64] == "no answer in 30 s"
     assert verdicts[2048] == "died: SIGSEGV"
     assert len(found.ranked()) == 35
-    tune.show(found, tune.Settings())
+    show(found, tune.Settings())
     text = capsys.readouterr().out
     assert text.count("no answer in 30 s: raise --time-limit") == text.count("died: SIGSEGV") == 1, "each reason once"
-    assert text.count("\n7 configs ") == 2
+    assert text.count("\n7 configs: ") == 2
     assert "49 configs: 35 measured, 14 not" in text
 
 
@@ -172,10 +180,10 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped(tmp_path: Path, capsys: p
     assert not stopped.complete
     assert len(stopped.ranked()) == 49
     assert tune.keep(stopped, tune.Settings(), ["test"]) is None
-    tune.show(stopped, tune.Settings())
+    show(stopped, tune.Settings())
     assert "run the same command again" in capsys.readouterr().out
     early = tune.sweep("tiled", SMALL, CPU, Early(seconds_of), tune.Settings())
-    tune.show(early, tune.Settings())
+    show(early, tune.Settings())
     shown = capsys.readouterr().out.splitlines()
     assert shown[0].startswith("49 configs: 5 measured, 44 not; interrupted")
     assert len([line for line in shown if " x " in line.partition("  ")[0]]) == 5, "what it has, and no empty rows"
@@ -445,7 +453,7 @@ def test_every_family_is_tuned_into_the_plan(
     path = tune.keep(found, settings, ["test"])
     assert path is not None
     assert path.name.startswith(f"{backend.partition(':')[0]}.nvidia"), "one table for both directions"
-    tune.show(found, settings)
+    show(found, settings)
     assert f"backend {backend}" in capsys.readouterr().out
 
     after = plan(problem, target, backend.partition(":")[0])
@@ -488,7 +496,7 @@ def test_kernels_of_a_backward_are_built_and_told(capsys: pytest.CaptureFixture[
     shipped = found[found.shipped]
     (facts,) = tune.resources(found, shipped)
     assert (facts["spilt"], shipped.verdict) == (0, tune.MEASURED)
-    tune.show(found, settings)
+    show(found, settings)
     assert shipped.label in capsys.readouterr().out
 
 

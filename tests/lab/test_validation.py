@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tilewise.lab.validation import (
+from gpu_parts import (
     PACKAGE,
     PARTS,
     decisive_sources,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.nn.functional as F
+from suites import variants
 
 from support import make_problem
 from tilewise import Causal, Full, Problem
@@ -31,7 +32,7 @@ from tilewise.lab.measure.compare import (
 )
 from tilewise.lab.measure.worker import Worker
 from tilewise.lab.render import bench_report
-from tilewise.lab.studies import bench, suites, variants
+from tilewise.lab.studies import bench, suites
 from tilewise.scores import Where, visible_all
 
 if TYPE_CHECKING:
@@ -235,7 +236,7 @@ def test_a_pattern_is_what_its_text_says() -> None:
 
 
 def test_the_suite_is_what_it_promises() -> None:
-    rows = suites.SUITES["variants"]
+    rows = suites.rows_of("variants")
     assert [row.timed for row in rows] == [("forward",), ("step",)] * (len(rows) // 2)
     shapes = {(row.problem.batch, row.problem.heads_q, row.problem.heads_kv, row.problem.head_dim) for row in rows}
     assert shapes == {(4, 16, 16, 128), (4, 16, 16, 64), (4, 32, 8, 128)}
@@ -263,15 +264,15 @@ def test_the_suite_is_what_it_promises() -> None:
 
 
 def test_what_differs_in_its_terms_or_its_mask_is_compiled_side_by_side() -> None:
-    rows = [replace(row, candidates=(OURS,)) for row in suites.SUITES["variants"]]
+    rows = [replace(row, candidates=(OURS,)) for row in suites.rows_of("variants")]
     bunches = ahead.jobs(rows)
     assert len(bunches) > 10
     assert {job[3] for bunch in bunches for job in bunch} == {row.contents for row in rows}
 
 
 def test_what_torch_compiles_for_every_shape_is_compiled_side_by_side() -> None:
-    problems = {row.problem for row in suites.SUITES["models"]}
-    bunches = ahead.jobs([replace(row, candidates=(FLEX,)) for row in suites.SUITES["models"]])
+    problems = {row.problem for row in suites.rows_of("models")}
+    bunches = ahead.jobs([replace(row, candidates=(FLEX,)) for row in suites.rows_of("models")])
     assert [len(bunch) for bunch in bunches] == [1] * len(problems)
 
 

@@ -16,9 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import documents
 import numpy
 import pytest
 import torch
+from documents import ladder as page_of
+from documents.records import Checkout
 from typer.testing import CliRunner
 
 import emulation
@@ -32,8 +35,7 @@ from tilewise.lab.commands.app import app
 from tilewise.lab.measure import stages
 from tilewise.lab.measure.compare import Outcome, Settings
 from tilewise.lab.model.launched import of_variant
-from tilewise.lab.render import ladder_docs
-from tilewise.lab.studies import bench, kept, tune
+from tilewise.lab.studies import bench, kept, ladder_report, tune
 from tilewise.lab.studies import ladder as command
 from tilewise.ladder import lecture, matmul, numba, three_kernel, traffic
 from tilewise.plan import BACKENDS
@@ -382,9 +384,9 @@ def test_the_command_on_a_machine_without_a_gpu(tmp_path: Path, monkeypatch: pyt
     lines = {line.split()[0]: line for line in done.output.splitlines() if line}
     for name in ("math", "tiled", "matmul"):
         assert "verified" in done.output.split(f"\n{name} ")[1].splitlines()[0]
-    assert "sm80: refused; not built" in done.output or "sm80" in BACKENDS
-    assert "lecture: refused; the device, cpu, is no GPU" in done.output
-    assert lines["sm90:"].startswith("sm90: refused")
+    assert "sm80 refuses: not built" in done.output or "sm80" in BACKENDS
+    assert "lecture refuses: the device, cpu, is no GPU" in done.output
+    assert lines["sm90"].startswith("sm90 refuses: ")
     stored = json.loads(record.read_text())
     assert stored["kind"] == command.KIND
     (climb,) = stored["climbs"]
@@ -393,14 +395,16 @@ def test_the_command_on_a_machine_without_a_gpu(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_page_is_that_of_the_formulas_and_the_newest_records() -> None:
-    assert ladder_docs.stale(ROOT) == [], "run `tilewise docs` and commit what it writes"
+    assert [page.path for page in documents.pages(ROOT) if page.stale] == [], (
+        "run `make docs` and commit what it writes"
+    )
 
 
 def test_figures_come_from_a_record_and_from_nowhere_else(tmp_path: Path) -> None:
     """A record of a GPU fills the tables in; without one they say that nothing was measured."""
     views = ("speeds", "figures", "parts", "row-threads", "counted", "sweep")
     text = "".join(f"<!-- ladder {view} -->\n<!-- /ladder -->\n" for view in views)
-    assert ladder_docs.rewrite(text, tmp_path).count("Not measured yet") == 6
+    assert rewritten(text, tmp_path).count("Not measured yet") == 6
     problem = make_problem((1, 16, 1024, 64), torch.bfloat16)
     outcomes = [
         Outcome("ladder:matmul", "verified", forward=[[4e-4]] * 5, memory=1 << 20, errors={"out": {"norm": 1e-3}}),
@@ -419,7 +423,7 @@ def test_figures_come_from_a_record_and_from_nowhere_else(tmp_path: Path) -> Non
     record = command.record([climb], Settings(), ["tilewise", "ladder"])
     record["provenance"]["gpus"] = [{"name": "NVIDIA H200"}]
     path = kept.save(record, tmp_path / bench.RESULTS)
-    written = ladder_docs.rewrite(text, tmp_path)
+    written = rewritten(text, tmp_path)
     assert written.count("Not measured yet") == 1
     assert path.name in written
     assert "| `matmul` | 0.400 |" in written
@@ -430,27 +434,29 @@ def test_figures_come_from_a_record_and_from_nowhere_else(tmp_path: Path) -> Non
     assert "| 5 |" in written
     assert "| 1 x 16 x 1024 x 64 | 256 | 10.0 | 0.625 | ~1.00x [0.99, 1.01] | 1.71 |" in written
     assert "where the study has 1.65 on an H100" in written
-    assert ladder_docs.rewrite(written, tmp_path) == written
+    assert rewritten(written, tmp_path) == written
     # A newer record without the counters and without the parts leaves these views to the older one.
     climb.parts, climb.counted = {}, {}
     newer = command.record([climb], Settings(), ["tilewise", "ladder"])
     newer["provenance"] |= {"date": "9999-01-01T00:00:00+00:00", "gpus": record["provenance"]["gpus"]}
     later = kept.save(newer, tmp_path / bench.RESULTS)
-    both = ladder_docs.rewrite(text, tmp_path)
+    both = rewritten(text, tmp_path)
     assert both.count("Not measured yet") == 1
     assert (both.count(f"[{later.name}]"), both.count(f"[{path.name}]")) == (1, 3)
     later.unlink()
-    assert ladder_docs.write(tmp_path) == []  # no such page there
-    page = tmp_path / ladder_docs.PAGE
+    assert documents.write(tmp_path) == []  # no such page there
+    page = tmp_path / page_of.PAGE
     page.parent.mkdir(parents=True)
     page.write_text(text)
-    assert set(ladder_docs.write(tmp_path)) == {
-        page,
-        *(tmp_path / one for one in (ladder_docs.PICTURE, ladder_docs.SPEEDS)),
-    }
+    assert set(documents.write(tmp_path)) == {page, *(tmp_path / one for one in (page_of.PICTURE, page_of.SPEEDS))}
     assert page.read_text() == written
-    assert (tmp_path / ladder_docs.SPEEDS).read_text().count('height="10"') == 2  # rungs that have a time
-    assert ladder_docs.stale(tmp_path) == []
+    assert (tmp_path / page_of.SPEEDS).read_text().count('height="10"') == 2  # rungs that have a time
+    assert documents.stale(tmp_path) == []
+
+
+def rewritten(text: str, root: Path) -> str:
+    """The text of docs/ladder.md with its blocks from the records of a folder."""
+    return documents.rewrite(text, Checkout(root), root / page_of.PAGE)
 
 
 def test_one_rungs_failure_under_ncu_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -486,7 +492,7 @@ def test_parts_that_cannot_be_measured_are_a_line(monkeypatch: pytest.MonkeyPatc
     comparison = command.Comparison(command.Row("row", problem, ()), [])
     every = {rung.name: ["no"] for rung in ladder.RUNGS}
     climb = command.Climb(problem, "cpu", comparison, traffic.every(problem, H200), every, {"error": "died"})
-    assert command.part_lines(climb, H200) == ["three-kernel, in parts: died"]
+    assert ladder_report.part_lines(climb, H200) == ["three-kernel, in parts: died"]
 
 
 def test_an_interrupt_after_the_climbs_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -521,27 +527,27 @@ def test_row_threads_stand_beside_the_study_where_the_problem_is_its_own() -> No
     problem = make_problem((1, 16, 1024, 64), torch.bfloat16)
     seconds = dict.fromkeys(stages.PARTS, [32e-6] * stages.ROUNDS)
     seconds |= {stages.whole_name(16): [48e-6] * stages.ROUNDS, stages.NOTHING: [4e-6] * stages.ROUNDS}
-    lean, usual, wide = command.by_row_threads(problem, seconds)
-    assert [one.threads for one in (lean, usual, wide)] == list(command.STUDY)
+    lean, usual, wide = ladder_report.by_row_threads(problem, seconds)
+    assert [one.threads for one in (lean, usual, wide)] == list(ladder_report.STUDY)
     assert (lean.head_us, lean.speed and lean.speed.verdict, lean.study_us) == (3.0, "slower", 1.84)
     assert (usual.speed, usual.study_us) == (None, 1.65)
     assert wide.speed is not None
     assert wide.speed.verdict == "indistinguishable"
-    told = command.headline(problem, seconds, H200)
+    told = ladder_report.headline(problem, seconds, H200)
     assert told is not None
     assert "2.00 as a CUDA graph" in told
     assert "1.65 on an H100" in told
     assert "launching alone is 0.250" in told
     assert "1.86 at the DRAM's peak" in told
     longer = make_problem((1, 16, 2048, 64), torch.bfloat16)
-    assert command.headline(longer, seconds, H200) is None
-    assert {one.study_us for one in command.by_row_threads(longer, seconds)} == {None}
-    assert command.by_row_threads(problem, {stages.WHOLE: [1e-5]}) == []  # an older record
+    assert ladder_report.headline(longer, seconds, H200) is None
+    assert {one.study_us for one in ladder_report.by_row_threads(longer, seconds)} == {None}
+    assert ladder_report.by_row_threads(problem, {stages.WHOLE: [1e-5]}) == []  # an older record
     comparison = command.Comparison(command.Row("row", problem, ()), [])
     every = {rung.name: ["no"] for rung in ladder.RUNGS}
     parts = {"seconds": seconds, "config": "tiles"}
     climb = command.Climb(problem, "cuda", comparison, traffic.every(problem, H200), every, parts)
-    lines = command.part_lines(climb, H200)
+    lines = ladder_report.part_lines(climb, H200)
     assert told in lines
     assert (
         "softmax with 16 threads per row: 32.0 us alone; all three 3.00 us per head, 0.67x [0.66, 0.67] against 32"
@@ -560,7 +566,7 @@ def test_quietly_a_sentence_per_problem() -> None:
     refused = {rung.name: ["no"] for rung in ladder.RUNGS if rung.name not in ("math", "matmul", "triton")}
     row = command.Row("row", problem, tuple(outcome.candidate for outcome in outcomes), "cuda")
     climb = command.Climb(problem, "cuda", command.Comparison(row, outcomes), traffic.every(problem, H200), refused)
-    told = command.sentence(climb)
+    told = ladder_report.sentence(climb)
     assert "2 of 3 rungs verified; matmul is 4.00x faster than math: 100 us against 400 us (3.96x to 4.04x)." in told
     climb.device = "cpu"
-    assert command.sentence(climb).endswith("2 of 3 rungs verified."), "times of simulators are not compared"
+    assert ladder_report.sentence(climb).endswith("2 of 3 rungs verified."), "times of simulators are not compared"

@@ -13,10 +13,10 @@
         profile, ncu, stages the kernels of a call; Nsight Compute's counters; one rung taken apart
         statistics, words    the statistic of every comparison, and what may be said of it
         noise, clocks, environment, ahead   what else the machine did; its clocks; its facts; compiling before
-    studies/       what a command finds out: inspect, switches, bench (suites, drawn, records), check, magnitudes, tune,
-                   ladder, cycles, diff, builds
+    studies/       what a command finds out: inspect, switches, bench (suites, records), check, tune, ladder,
+                   cycles, diff, builds
     watch/         every attention call of a program: trace, traced, torchrun, trace_report
-    render/        reports of records (inspect, bench), their pages (blocks, pages), pictures, tables of the documents
+    render/        reports of records (inspect, bench), and their pages (blocks, pages)
     commands/      the `tilewise` command: one file per subcommand; app lists them, command has what they are made of,
                    options and output the groups of options that they share
 

@@ -53,7 +53,7 @@ except ImportError:
 
 SETTING = "TILEWISE_NATIVE"
 # Without the variable. "detour" would leave repeated calls to Python: what a GPU has not passed must be asked for
-# (lab/validation.py).
+# (tests/gpu_parts.py).
 DEFAULT = "on"
 _PATIENCE_SECONDS = 300.0  # with a compiler, and with another process that runs one
 _LOOK_AGAIN_SECONDS = 1.0

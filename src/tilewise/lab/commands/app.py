@@ -17,7 +17,7 @@ try:
     import typer
     from typer.core import TyperCommand, TyperGroup
 
-    from .command import EXIT_CODES, PLAIN, USAGE, Command, is_unwritten
+    from .command import EXIT_CODES, PLAIN, USAGE, is_unwritten, program
 except ModuleNotFoundError as missing:
     if missing.name not in ("typer", "rich"):
         raise
@@ -29,7 +29,7 @@ except ModuleNotFoundError as missing:
     raise SystemExit(2) from None
 
 _MODULES = (
-    "inspect", "check", "magnitudes", "trace", "tune", "ladder", "diff", "explain", "bench", "docs", "cycles",
+    "inspect", "check", "trace", "tune", "ladder", "diff", "explain", "bench", "cycles",
     "compile", "env", "native",
 )  # fmt: skip
 
@@ -50,9 +50,7 @@ class Later(TyperCommand):
         found = getattr(import_module(f".{self.name}", __package__), _attribute(str(self.name)))
         if isinstance(found, typer.Typer):
             return typer.main.get_command(found)
-        alone = typer.Typer(**PLAIN)
-        alone.command(self.name, cls=Command)(found)
-        return typer.main.get_command(alone)
+        return typer.main.get_command(program(found))
 
     def make_context(self, *arguments: Any, **more: Any) -> Any:
         return self.load().make_context(*arguments, **more)

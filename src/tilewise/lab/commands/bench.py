@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from dataclasses import replace
-from pathlib import Path  # noqa: TC003  (typer reads the annotations)
 from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 
 from ...errors import InvalidInput
-from ...native import library
 from .. import report
 from ..measure import environment
 from ..measure.compare import Settings
 from ..measure.pool import Pool
-from ..render import bench_report, plots
+from ..render import bench_report
 from ..studies import bench as benches
-from ..studies import host, kept, records, suites
+from ..studies import kept, records, suites
 from .command import grouped, refuse_ignored, taking
 from .options import Only, RunOptions, leave, need_device
-from .output import OutputOptions, check_folder
+from .output import OutputOptions  # noqa: TC001  (typer reads the annotations)
 
 if TYPE_CHECKING:
     from ..measure.compare import Comparison, Row
@@ -36,7 +31,7 @@ def bench(
     output: Annotated[OutputOptions, taking("save", "results", "record", "verbose", "quiet", "json", "page")],
     suite: Annotated[
         list[str] | None,
-        typer.Option(help=f"Of {', '.join(suites.SUITES)}; may be repeated; or {host.SUITE}. cpu by default."),
+        typer.Option(help=f"Of {', '.join(suites.names())}; may be repeated. cpu by default."),
     ] = None,
     only: Only = None,
     seconds: Annotated[
@@ -52,30 +47,19 @@ def bench(
     seed: Annotated[
         int, typer.Option(help="Seed of inputs, sampling and order, and of the problems of the suite drawn.")
     ] = 0,
-    plot: Annotated[Path | None, typer.Option(help="Draw the record into this folder, as SVG.")] = None,
 ) -> None:
     """Verify, then time a suite of problems against all that is not ours. Last line: geomean G, worst W (row)."""
-    check_folder("--plot", plot)
     if output.record is not None:
         refuse_ignored("with --record", *_OF_RUNS, "suite", "repeat", "save", "results")
         earlier = records.read(output.record)
         with kept.shown(output.record):
-            _show_bench(earlier, plot, output)
+            _show_bench(earlier, output)
         return
     run = replace(run, seed=seed)
-    if host.SUITE in (suite or ()):
-        if suite != [host.SUITE]:
-            got = ", ".join(suite or ())
-            raise InvalidInput("--suite", got, f"{host.SUITE} alone", "measure it in a run of its own")
-        refuse_ignored("with --suite host", *_OF_RUNS, "plot", "page")
-        _measure_host(output, run.repeat or host.ROUNDS)
-        return
     chosen, more = tuple(only or ()), run.extra()
     asked = {name: suites.suite(name, chosen, more, seed) for name in suite or ["cpu"]}
-    if len(asked) > 1 and (output.json or output.page or plot):
-        raise InvalidInput(
-            "--suite", ", ".join(asked), "one suite with --json, --html or --plot", "ask for one, or use --save"
-        )
+    if len(asked) > 1 and (output.json or output.page):
+        raise InvalidInput("--suite", ", ".join(asked), "one suite with --json or --html", "ask for one, or use --save")
     every = [row for rows in asked.values() for row in rows]
     for device in {row.device for row in every}:
         need_device(device, "run on a machine with an NVIDIA GPU and PyTorch's build for CUDA, or give --suite cpu")
@@ -89,7 +73,7 @@ def bench(
             settings = _settings(name, rows, run, seconds)
             done = benches.run(rows, settings, pool)
             result = benches.record(name, done, settings, environment.command_line())
-            _show_bench(records.Record("this run", "", result), plot, output)
+            _show_bench(records.Record("this run", "", result), output)
             if not all(comparison.complete for comparison in done):
                 break
     leave(done)
@@ -107,26 +91,11 @@ def _settings(name: str, rows: list[Row], run: RunOptions, seconds: float | None
         overhead=True,
         together=on_gpu,
     )
-    settings = replace(usual, **suites.SETTINGS.get(name, {}))
+    settings = replace(usual, **suites.settings_of(name))
     return replace(settings, round_seconds=seconds or settings.round_seconds)
 
 
-def _measure_host(output: OutputOptions, rounds: int) -> None:
-    """The suite that times no kernel, but the way to it."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    shape, dtype = host.usual(device)
-    os.environ.setdefault(library.SETTING, "on")
-    if device == "cuda" and library.status()[0] is False and library.is_wanted():
-        library.build()  # rather than in the background, while we measure
-    costs = host.measure(device, shape, dtype, rounds)
-    result = host.record(costs, device, shape, environment.command_line())
-    output.deliver(result, lambda: print(*host.lines(costs), sep="\n"))
-
-
-def _show_bench(record: records.Record, plot: Path | None, output: OutputOptions) -> None:
+def _show_bench(record: records.Record, output: OutputOptions) -> None:
     notes = [f"note: {mark}" for mark in record.marks()]
     shown = bench_report.report_of(kept.expanded(record.values), notes)
     output.deliver(record.values, lambda: report.show(shown, **output.looks))
-    if plot is not None:
-        for path in plots.draw(record, plot):
-            print(f"drew {path}", file=sys.stderr)

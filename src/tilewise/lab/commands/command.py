@@ -50,10 +50,13 @@ class Command(TyperCommand):
             source = ctx.get_parameter_source(param.name)
             if source is not None and source.name == "COMMANDLINE":
                 _given[str(param.name)] = max(param.opts, key=len)
-        with exit_codes():
-            if "quiet" in _given:
-                refuse_ignored("with --quiet", "verbose")
-            return super().invoke(ctx)
+        try:
+            with exit_codes():
+                if "quiet" in _given:
+                    refuse_ignored("with --quiet", "verbose")
+                return super().invoke(ctx)
+        finally:
+            _given.clear()
 
 
 def _with_json_values(args: list[str]) -> list[str]:
@@ -79,6 +82,13 @@ def refuse_ignored(why: str, *names: str) -> None:
 def taking(*names: str, **defaults: Any) -> dict[str, dict[str, Any]]:
     """The options that a command takes of a group; `defaults` are those with a default of the command's own."""
     return {name: {} for name in names} | {name: {"default": value} for name, value in defaults.items()}
+
+
+def program(function: Callable[..., None]) -> typer.Typer:
+    """A command that is a program of its own."""
+    alone = typer.Typer(**PLAIN)
+    alone.command(function.__name__, cls=Command)(function)
+    return alone
 
 
 def grouped(function: Callable[..., None]) -> Callable[..., None]:

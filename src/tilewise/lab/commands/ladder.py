@@ -8,8 +8,10 @@ from typing import Annotated
 import typer
 
 from ...plan import AUTO
+from .. import report
 from ..measure import environment
 from ..studies import ladder as rungs
+from ..studies import ladder_report
 from .command import grouped, refuse_ignored, taking
 from .options import ProblemOptions, RunOptions, leave
 from .output import OutputOptions  # noqa: TC001  (typer reads the annotations)
@@ -34,9 +36,6 @@ def ladder(
     settings = run.settings(7, 21, round_seconds=seconds, together=on_gpu)
     climbs = rungs.run(problems, where, settings, run.method(), count_bytes=count)
 
-    def show() -> None:
-        for climb in climbs:
-            print(rungs.sentence(climb)) if output.quiet else rungs.show(climb)
-
-    output.deliver(rungs.record(climbs, settings, environment.command_line()), show)
+    record = rungs.record(climbs, settings, environment.command_line())
+    output.deliver(record, lambda: report.show(ladder_report.report_of(record), **output.looks))
     leave([climb.comparison for climb in climbs])

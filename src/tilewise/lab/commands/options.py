@@ -31,7 +31,7 @@ OF_SHAPES = (
     "shape", "kv_heads", "seq_kv", "head_dim_v", "dtype", "mask", "scale", "softcap", "dropout", "layout", "lse",
     "deterministic",
 )  # fmt: skip
-OF_TENSORS = (*OF_SHAPES, "tensors", "grad", "former_grad")
+OF_TENSORS = (*OF_SHAPES, "tensors", "grad")
 WITHOUT_DROPOUT = tuple(name for name in OF_TENSORS if name != "dropout")
 Only = Annotated[
     list[str] | None,
@@ -83,7 +83,6 @@ class ProblemOptions:
         Path | None, typer.Option(help="Instead of --shape: a file of torch.save((q, k, v)), as a model had them.")
     ] = None
     grad: Annotated[bool, typer.Option("--grad", help="Gradients are wanted: the backward is looked at too.")] = False
-    former_grad: Annotated[bool, typer.Option("--backward", hidden=True)] = False  # what --grad was called
     precision: Annotated[str, typer.Option(help="exact, or for float32 also tf32.")] = "exact"
 
     @property
@@ -95,7 +94,7 @@ class ProblemOptions:
         """The problem; of several, the one of this shape and mask."""
         if self.tensors is not None:
             refuse_ignored("with --tensors, which say it themselves", *OF_SHAPES)
-            return inputs.problem_of(self.path, needs_grad=self.grad or self.former_grad)
+            return inputs.problem_of(self.path, needs_grad=self.grad)
         shape = shape or self.shape
         try:
             batch, heads, seq, head_dim = (int(part) for part in shape.split(","))
@@ -121,7 +120,7 @@ class ProblemOptions:
             scores=softcapped(self.softcap),
             dropout=self.dropout,
             layout=self.layout,  # type: ignore[arg-type]  # Problem checks it
-            needs_grad=self.grad or self.former_grad,
+            needs_grad=self.grad,
             needs_lse=self.lse,
             deterministic=self.deterministic,
             precision=self.precision,  # type: ignore[arg-type]  # as layout

@@ -7,8 +7,11 @@ from typing import Annotated
 import typer
 
 from ...plan import AUTO
+from ...target import Target
+from .. import report
 from ..measure import environment
 from ..studies import tune as tuning
+from ..studies import tune_report
 from .command import FAILED, INTERRUPTED, REQUIRED, grouped, taking
 from .options import ProblemOptions, RunOptions  # noqa: TC001  (typer reads the annotations)
 from .output import OutputOptions  # noqa: TC001  (typer reads the annotations)
@@ -38,9 +41,7 @@ def tune(
     backend: Annotated[str, typer.Option(help="The backend to tune; auto: the one the planner chooses.")] = AUTO,
     max_configs: Annotated[
         int,
-        typer.Option(
-            "--max-configs", "--most", help="Measure at most so many configs, chosen at random; 0: all.", min=0
-        ),
+        typer.Option(help="Measure at most so many configs, chosen at random; 0: all.", min=0),
     ] = 0,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget what an interrupted sweep measured.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure and show, but write no table.")] = False,
@@ -54,11 +55,9 @@ def tune(
     settings = tuning.Settings(time_limit=run.time_limit, max_configs=max_configs, seed=run.seed)
     sweeps = tuning.run(problems, backend, where, settings, method, fresh, write=not dry_run)
 
-    def show() -> None:
-        for found in sweeps:
-            tuning.show(found, settings, lines, quiet=output.quiet)
-
-    output.deliver(tuning.record(sweeps, settings, environment.command_line()), show)
+    record = tuning.record(sweeps, settings, environment.command_line())
+    shown = tune_report.report_of(record, lines, Target.of(where))
+    output.deliver(record, lambda: report.show(shown, **output.looks))
     if not all(found.complete for found in sweeps):
         raise typer.Exit(INTERRUPTED)
     if not all(found.ranked() for found in sweeps):

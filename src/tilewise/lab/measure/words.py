@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..report import error
+from ..report import More, Phrase, error
 from . import statistics
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from ..report import Inline
     from .compare import Outcome
     from .statistics import Speed
 
@@ -30,6 +31,7 @@ def cell(speed: Speed | None) -> str:
     return f"{mark}{speed.ratio:.2f}x [{speed.low:.2f}, {speed.high:.2f}]"
 
 
+UNDECIDED = "Time was up before the intervals were narrow: small differences are not decided."
 LEGEND = "~: no difference beyond the noise; =: the same kernels; ?: too few rounds to tell"
 
 
@@ -58,6 +60,19 @@ def bounds(speed: Speed) -> str:
         return ""
     low, high = (speed.low, speed.high) if speed.verdict != statistics.SLOWER else (1 / speed.high, 1 / speed.low)
     return f"{low:.2f} to {high:.2f}"
+
+
+def phrase(speed: Speed | None) -> Inline:
+    """`1.34x faster (1.29 to 1.40)`"""
+    if speed is None:
+        return ""
+    others = {
+        statistics.INDISTINGUISHABLE: "no difference seen",
+        statistics.TOO_FEW: f"{speed.ratio:.2f}x, too few rounds",
+        statistics.SAME: statistics.SAME,
+    }
+    claimed, found = others.get(speed.verdict) or claim(speed).removesuffix(" than"), bounds(speed)
+    return Phrase((claimed, *([" ", More(f"({found})")] if found else [])))
 
 
 def basis(speed: Speed) -> str:

@@ -31,7 +31,7 @@ from ..report import (
     Words,
 )
 from ..studies import bench
-from . import plots
+from . import lengths
 from .views import Entry, View, error_cells, spread, view
 
 if TYPE_CHECKING:
@@ -276,13 +276,13 @@ def _scaling(comparisons: list[Comparison]) -> list[Section]:
     rows = [
         [title, Candidate(name), f"{units.significant(points[-1].tflops)} at {points[-1].length}",
          _exponent(points, "seconds"), _exponent(points, "mebibytes")]
-        for title, series in plots.panels(comparisons).items()
+        for title, series in lengths.panels(comparisons).items()
         for name, points in series.items()
     ]  # fmt: skip
     columns = ("series", "candidate", ">TFLOP/s, longest", ">time grows as length^", ">memory grows as length^")
     return [Section("Scaling with length", [Table(columns, rows, "Fitted exponents")], brief=())] if rows else []
 
 
-def _exponent(points: Sequence[plots.Point], field: str) -> str:
-    value = plots.exponent([point.length for point in points], [getattr(point, field) for point in points])
+def _exponent(points: Sequence[lengths.Point], field: str) -> str:
+    value = lengths.exponent([point.length for point in points], [getattr(point, field) for point in points])
     return "-" if value != value else f"{value:.2f}"

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from ..report import Bad, Candidate, Code, Good, Kernel, Lines, More, Ours, Phrase, whys_and_remedies
+from ..report import Bad, Candidate, Code, Good, Kernel, Lines, More, Ours, Phrase
 from .roles import role_of, short_name
 from .style import STYLE
 from .views import kind_of
@@ -189,14 +189,6 @@ def table(
     return Markup(f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(label)}">{inner}</div>')
 
 
-def compact_table(
-    columns: Sequence[str], rows: Sequence[Sequence[object]], label: str = "Table", mark: Sequence[bool] = ()
-) -> Markup:
-    """A table without the columns in which no row has anything."""
-    kept = [i for i in range(len(columns)) if i == 0 or any(row[i] not in ("-", "") for row in rows)]
-    return table([columns[i] for i in kept], [[row[i] for i in kept] for row in rows], label, mark)
-
-
 def _number(is_number: bool) -> str:
     return ' class="number"' if is_number else ""
 
@@ -220,12 +212,6 @@ def fold(summary: object, *body: object, is_open: bool = False, kind: str = "fol
 def listing(items: Iterable[object], kind: str = "") -> Markup:
     named = f' class="{kind}"' if kind else ""
     return Markup(f"<ul{named}>{''.join(f'<li>{text(item)}</li>' for item in items)}</ul>")
-
-
-def refusal_table(refused: dict[str, list[str]]) -> Markup:
-    """Every reason and its remedy."""
-    rows = [[code(name), *whys_and_remedies(reasons)] for name, reasons in refused.items()]
-    return table(("candidate", "why", "what would change that"), rows, "Refused")
 
 
 def environment(provenance: dict[str, Any]) -> Section:
@@ -253,17 +239,3 @@ def environment(provenance: dict[str, Any]) -> Section:
         if known:
             parts += [subheading(name), definitions(known)]
     return section("Environment", *parts)
-
-
-def device_of(provenance: dict[str, Any], device: str) -> str:
-    """The GPU's name, or the processor's."""
-    gpus = provenance.get("gpus") or []
-    if device.startswith("cuda") and gpus:
-        return str(gpus[0]["name"])
-    return str(provenance.get("machine", {}).get("cpu") or device)
-
-
-def torch_of(provenance: dict[str, Any]) -> str:
-    """`torch 2.11`."""
-    version = str(provenance.get("versions", {}).get("torch") or "")
-    return f"torch {'.'.join(re.findall(r'[0-9]+', version)[:2])}" if version else ""

@@ -43,7 +43,7 @@ from ..studies import switches
 from ..studies.inspect import sentence
 from . import views
 from .roles import short_name
-from .views import DEFAULT, FORMULA, OURS, Entry, View, speed_text, view
+from .views import DEFAULT, FORMULA, OURS, Entry, View, view
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -199,7 +199,7 @@ def _legend(seen: View, against: str, compared: str) -> list[Block]:
 def _bar(entry: Entry, clock: units.Clock) -> Line:
     assert entry.seconds is not None
     also = f"also {', '.join(other.name for other in entry.also)}" if entry.also else ""
-    aside = "the default" if entry.name == DEFAULT else speed_text(_speed(entry))
+    aside = "the default" if entry.name == DEFAULT else words.phrase(_speed(entry))
     return Line(
         entry.name, entry.median, clock.text(entry.median), low=entry.seconds["p20"], high=entry.seconds["p80"],
         aside=aside, chosen=entry.name == OURS, small=also,

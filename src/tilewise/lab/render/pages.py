@@ -4,7 +4,7 @@
     record_of(text, results) -> Path | None the record that a page was made from
     rebuilt(text, results) -> str | None    a page, rebuilt from its record
 
-A page says in its head which record it was made from, by kind and date: that is how `tilewise docs` finds the record
+A page says in its head which record it was made from, by kind and date: that is how `make docs` finds the record
 that a page under docs/ stands for, and whether the page is still what that record looks like.
 """
 
@@ -16,9 +16,9 @@ from html import unescape
 from typing import TYPE_CHECKING, Any
 
 from ...errors import InvalidInput
-from ..studies import check, cycles, kept, magnitudes_report
+from ..studies import check, cycles, kept, ladder_report, tune_report
 from ..watch import trace_report
-from . import bench_report, blocks, inspect_report, ladder_page, tune_page
+from . import bench_report, blocks, inspect_report
 from .html import identity
 
 if TYPE_CHECKING:
@@ -32,26 +32,27 @@ def _check(told: dict[str, Any]) -> Report:
     return check.report_of(check.Check.from_dict(told), told.get("provenance") or {})
 
 
-_REPORTS: dict[str, Callable[[dict[str, Any]], Report]] = {
+REPORTS: dict[str, Callable[[dict[str, Any]], Report]] = {
     "tilewise inspect": inspect_report.report_of,
     "tilewise bench": bench_report.report_of,
     "tilewise trace": trace_report.report_of,
     "tilewise check": _check,
-    "tilewise magnitudes": magnitudes_report.report_of,
     "tilewise cycles": cycles.report_of,
+    "tilewise tune": tune_report.report_of,
+    "tilewise ladder": ladder_report.report_of,
 }
-_PAGES: dict[str, Callable[[dict[str, Any]], str]] = {
-    kind: lambda told, report_of=report_of: blocks.page(report_of(told), told) for kind, report_of in _REPORTS.items()
-} | {"tilewise tune": tune_page.tune_page, "tilewise ladder": ladder_page.ladder_page}
+"""By kind. A program of tools/ adds its own."""
 _IDENTITY = re.compile(r'<meta name="tilewise-record" content="([^"]*)">')
 
 
 def page(record: dict[str, Any]) -> str:
     """The HTML page of a record. InvalidInput for one of a kind that has no page."""
     kind = record.get("kind")
-    if kind not in _PAGES:
-        raise InvalidInput("record", f"of kind {kind!r}", f"one of {', '.join(_PAGES)}", "name a record of such a kind")
-    return _PAGES[kind](kept.expanded(record))
+    if kind not in REPORTS:
+        kinds = ", ".join(REPORTS)
+        raise InvalidInput("record", f"of kind {kind!r}", f"one of {kinds}", "name a record of such a kind")
+    told = kept.expanded(record)
+    return blocks.page(REPORTS[kind](told), told)
 
 
 def rebuilt(text: str, results: Path) -> str | None:

@@ -14,8 +14,8 @@ from ...plan import BACKENDS
 from .. import units
 from ..measure import words
 from ..measure.compare import REFUSED, TIMES, UNVERIFIED, VERIFIED, median, summary
-from ..measure.statistics import INDISTINGUISHABLE, SAME, TOO_FEW, Speed
-from ..report import Bad, Inline, More, Phrase
+from ..measure.statistics import Speed
+from ..report import Bad
 from ..studies.inspect import parts_of
 
 if TYPE_CHECKING:
@@ -185,24 +185,8 @@ def cautions(seen: View) -> list[str]:
     found = [] if seen.complete else ["Interrupted: only what was measured is here."]
     found += [f"Noisy: {line}" for line in seen.noise]
     if seen.undecided:
-        found.append("Time was up before the intervals were narrow: small differences are not decided.")
+        found.append(words.UNDECIDED)
     return found
-
-
-def kinds(entries: Sequence[Entry]) -> list[tuple[str, str]]:
-    """The legend of whose the candidates are."""
-    present = {entry.kind for entry in entries}
-    return [(kind, title) for kind, title in KINDS.items() if kind in present]
-
-
-def speed_text(speed: Speed | None) -> Inline:
-    """`1.34x faster (1.29 to 1.40)`"""
-    if speed is None:
-        return ""
-    bounds = words.bounds(speed)
-    others = {INDISTINGUISHABLE: "no difference seen", TOO_FEW: f"{speed.ratio:.2f}x, too few rounds", SAME: SAME}
-    claimed = others.get(speed.verdict) or words.claim(speed).removesuffix(" than")
-    return Phrase((claimed, *([" ", More(f"({bounds})")] if bounds else [])))
 
 
 def error_cells(entry: Entry, seen: View, *tensors: str) -> list[str]:

@@ -15,8 +15,7 @@ from ...target import Target
 from ..candidates.names import Candidate
 from ..measure import words
 from ..measure.compare import median
-from . import records
-from .suites import SUITES
+from . import records, suites
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,7 +35,7 @@ def elsewhere(problem: Problem, results: Path) -> dict[str, Any]:
     config = None if chosen.config is None else str(chosen.config)
     found = {"gpu": GPU, "backend": chosen.backend, "config": config, "because": chosen.because}
     kept = records.read_all(results)
-    newest = [record for suite in SUITES if (record := records.newest(kept, suite, GPU)) is not None]
+    newest = [record for suite in suites.names() if (record := records.newest(kept, suite, GPU)) is not None]
     rows = [(one, record) for record in newest for one in record.comparisons if _alike(one, problem)]
     if not rows:
         return found

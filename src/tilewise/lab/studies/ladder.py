@@ -11,31 +11,26 @@ import dataclasses
 import math
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from ...errors import DeviceError
-from ...ladder import RUNGS, numba, three_kernel, traffic
+from ...ladder import RUNGS, numba, traffic
 from ...plan import BACKENDS
 from ...problem import Problem
 from ...target import Target
 from ...triton import backend as triton
-from .. import report, units
+from .. import report
 from ..candidates.names import Candidate
 from ..candidates.variants import RUNG, backend_of
-from ..measure import environment, ncu, stages, statistics, words
+from ..measure import environment, ncu, stages
 from ..measure.compare import (
     REFUSED,
-    UNVERIFIED,
-    VERIFIED,
     Comparison,
     Outcome,
     Row,
     compare,
-    median,
+    read_comparison,
     steps,
-    summary,
 )
 from ..measure.pool import Pool
 from . import records
@@ -49,13 +44,6 @@ KIND = "tilewise ladder"
 GPU_SHAPES = ("1,16,1024,64", "1,16,8192,128")
 CPU_SHAPES = ("1,2,48,16",)
 _DRAM, _L2 = "dram__bytes.sum", "lts__t_bytes.sum"
-# A study of three-kernel attention on an H100: microseconds per head by threads per row of its softmax.
-STUDY = {16: 1.84, 32: 1.65, 256: 1.71}
-_STUDIED = Problem(1, 16, 16, 1024, 1024, 64, 64, torch.float16)
-_USUAL_THREADS = three_kernel.Config().row_threads
-_COLUMNS = (
-    "rung", "verdict", ">ms", ">p20..p80", ">TFLOP/s", ">speed", ">DRAM MB", ">SM MB", ">extra MiB", ">error", "lesson"
-)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -90,6 +78,18 @@ class Climb:
             "parts": {name: value for name, value in self.parts.items() if name != "kernels"},
             "counted": self.counted,
         }
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> Climb:
+        return Climb(
+            Problem.from_dict(values["problem"]),
+            values["device"],
+            read_comparison(values["comparison"]),
+            {name: traffic.Traffic(**moved) for name, moved in values["traffic"].items()},
+            values["refused"],
+            values["parts"],
+            values["counted"],
+        )
 
 
 def simulate() -> None:
@@ -195,156 +195,3 @@ def record(climbs: list[Climb], settings: Settings, command: list[str]) -> dict[
         "kernels": [one for climb in climbs for one in climb.parts.get("kernels", ())],
         "climbs": [climb.to_dict() for climb in climbs],
     }
-
-
-def sentence(climb: Climb) -> str:
-    """The fastest rung beside the first; on a CPU, where some run in simulators, how many are right."""
-    asked = [rung for rung in RUNGS if rung.name not in climb.refused]
-    right = [rung for rung in asked if climb.outcome(rung).verdict == VERIFIED]
-    told = f"{climb.problem}: {len(right)} of {len(asked)} rungs verified"
-    timed = [rung for rung in right if climb.outcome(rung).costs]
-    if not climb.device.startswith("cuda") or len(timed) < 2:
-        return f"{told}."
-    best = min(timed, key=lambda rung: median(climb.outcome(rung).samples))
-    first, fastest = climb.outcome(timed[0]), climb.outcome(best)
-    speed = climb.comparison.versus(fastest, first, among=len(timed))
-    assert speed is not None
-    times = f"{units.duration(median(fastest.samples))} against {units.duration(median(first.samples))}"
-    return f"{told}; {best.name} is {words.claim(speed)} {timed[0].name}: {times}{words.interval(speed)}."
-
-
-def show(climb: Climb) -> None:
-    """One line per rung, why some did not run, and the three-kernel rung in its parts."""
-    for text in climb.comparison.noise:
-        print(f"noisy: {text}")
-    print(f"attention: {climb.problem}")
-    print(f"device:    {environment.device_line(climb.device)}")
-    report.print_table(_COLUMNS, [cells(climb, rung) for rung in RUNGS])
-    print(f"speed: against the first rung that ran; {words.LEGEND}")
-    for rung in RUNGS:
-        outcome = climb.outcome(rung)
-        if outcome.failed or outcome.verdict in (REFUSED, UNVERIFIED):
-            print(f"{rung.name}: {'; '.join([outcome.verdict, *outcome.because])}")
-    for line in [*part_lines(climb, Target.of(climb.device)), *byte_lines(climb)]:
-        print(line)
-    if not climb.device.startswith("cuda"):
-        print("numba and triton ran in their simulators: their times mean nothing, their numbers do")
-    if not climb.comparison.complete:
-        print("interrupted: only what was measured is here")
-
-
-def cells(climb: Climb, rung: Rung) -> list[str]:
-    outcome, moved = climb.outcome(rung), climb.moved[rung.name]
-    timed = summary(outcome.samples)
-    return [
-        rung.name, outcome.verdict, report.milliseconds(timed), report.spread(timed),
-        report.rate(climb.problem.flops(), timed), words.cell(climb.speed(rung)),
-        report.significant(moved.dram / 1e6), report.significant(moved.sm / 1e6), report.mebibytes(outcome.memory),
-        words.error_cell(outcome, "out"), rung.lesson,
-    ]  # fmt: skip
-
-
-def part_lines(climb: Climb, target: Target) -> list[str]:
-    """The three kernels apart, what launching costs, and how they stand against cuBLAS and against the study."""
-    if not climb.parts:
-        return []
-    if "error" in climb.parts:
-        return [f"three-kernel, in parts: {climb.parts['error']}"]
-    times = {name: median(samples) * 1e6 for name, samples in climb.parts["seconds"].items()}
-    each = ", ".join(f"{name} {report.significant(times[name])}" for name in stages.NAMES)
-    gap = times[stages.WHOLE] - sum(times[name] for name in stages.NAMES)
-    lines = [
-        f"three-kernel ({climb.parts['config']}), us: {each}; together {report.significant(times[stages.WHOLE])}, "
-        f"{gap:+.1f} against their sum",
-        f"launching, us: three kernels that do nothing take {report.significant(times[stages.NOTHING])} on the device "
-        f"with the same grids; the host needs {report.significant(times[stages.HOST])}",
-    ]
-    if stages.EAGER in times:
-        lines.append(
-            f"in an eager stream a call takes {report.significant(times[stages.EAGER])} us, as a CUDA graph "
-            f"{report.significant(times[stages.WHOLE])}"
-        )
-    lines += [
-        f"softmax with {one.threads} threads per row: {report.significant(one.softmax_us)} us alone; all three "
-        f"{report.significant(one.head_us)} us per head{_beside(one)}"
-        for one in by_row_threads(climb.problem, climb.parts["seconds"])
-    ]
-    if (told := headline(climb.problem, climb.parts["seconds"], target)) is not None:
-        lines.append(told)
-    rungs = {rung.name: rung for rung in RUNGS}
-    ours, theirs = (climb.outcome(rungs[name]) for name in ("three-kernel", "matmul"))
-    if (against := climb.comparison.versus(ours, theirs)) is not None:
-        lines.append(f"three-kernel against cuBLAS (matmul, softmax, matmul): {words.cell(against)}")
-    return lines
-
-
-class ByRowThreads(NamedTuple):
-    """The softmax with some number of threads per row, and what that makes of all three kernels."""
-
-    threads: int
-    softmax_us: float
-    head_us: float  # of all three, per head
-    speed: Speed | None  # against the usual number; None for that one
-    study_us: float | None  # what the study has, per head, on the problem that it measures
-
-
-def by_row_threads(problem: Problem, seconds: dict[str, list[float]]) -> list[ByRowThreads]:
-    """A line for each number of threads per row; none from a record that has no such parts."""
-    if any(name not in seconds for name in stages.PARTS):
-        return []
-    heads = problem.batch * problem.heads_q
-    usual = seconds[stages.whole_name(_USUAL_THREADS)]
-    found = []
-    for threads in stages.ROW_THREADS:
-        whole = seconds[stages.whole_name(threads)]
-        against = f"{_USUAL_THREADS} threads"
-        speed = statistics.speed(whole, usual, among=len(stages.ROW_THREADS) - 1, against=against)
-        found.append(
-            ByRowThreads(
-                threads,
-                median(seconds[stages.softmax_name(threads)]) * 1e6,
-                median(whole) * 1e6 / heads,
-                speed if threads != _USUAL_THREADS else None,
-                STUDY.get(threads) if is_the_studys(problem) else None,
-            )
-        )
-    return found
-
-
-def _beside(one: ByRowThreads) -> str:
-    told = f", {words.cell(one.speed)} against {one.speed.against}" if one.speed else ""
-    return f"{told}; the study has {one.study_us:.2f}" if one.study_us else told
-
-
-def is_the_studys(problem: Problem) -> bool:
-    return problem.with_(dtype=_STUDIED.dtype, needs_lse=False) == _STUDIED
-
-
-def headline(problem: Problem, seconds: dict[str, list[float]], target: Target) -> str | None:
-    """The rung beside the study's figure for the same problem, with what bounds it from below; None for another."""
-    if not is_the_studys(problem) or stages.EAGER not in seconds:
-        return None
-    heads = problem.batch * problem.heads_q
-    each = {name: report.significant(median(times) * 1e6 / heads) for name, times in seconds.items()}
-    told = (
-        f"us per head: {each[stages.WHOLE]} as a CUDA graph, {each[stages.EAGER]} launched one by one, where the study "
-        f"has {STUDY[_USUAL_THREADS]:.2f} on an H100; launching alone is {each[stages.NOTHING]} of it"
-    )
-    if not target.dram_bytes_per_s:
-        return told
-    moved = traffic.every(problem, target)["three-kernel"].dram / target.dram_bytes_per_s * 1e6 / heads
-    return f"{told}, and its bytes take {report.significant(moved)} at the DRAM's peak, less where the L2 holds them"
-
-
-def byte_lines(climb: Climb) -> list[str]:
-    lines = []
-    for name, counted in climb.counted.items():
-        if "error" in counted:
-            lines.append(f"{name}: bytes not counted: {counted['error']}")
-        else:
-            moved = climb.moved[name]
-            lines.append(
-                f"{name}: DRAM {counted['dram'] / 1e6:.0f} MB counted, {moved.dram / 1e6:.0f} by formula; "
-                f"L2 {counted['l2'] / 1e6:.0f} MB counted, {moved.sm / 1e6:.0f} by formula"
-            )
-    return lines

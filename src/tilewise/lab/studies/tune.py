@@ -63,7 +63,6 @@ UNFIT = "does not build"
 SPILLS = "spills"
 _RUNNERS_UP = 5
 _WORKER_LIFE = 64  # configs a worker measures before a fresh one takes over: loaded kernels are never unloaded
-COLUMNS = ("configuration", ">us", ">p20..p80", ">speed", ">regs", ">spill", ">smem KiB", ">CTAs", "why")
 
 _log = logging.getLogger("tilewise")
 
@@ -581,22 +580,6 @@ def steps(backend: str, problem: Problem, target: Target, settings: Settings) ->
     return total + count * settings.max_final_rounds
 
 
-def show(found: Sweep, settings: Settings, max_lines: int = 0, *, quiet: bool = False) -> None:
-    """Who won and where it is kept; then the sweep as a table: configuration, time, speed, and why."""
-    print(conclusion(found, settings))
-    for text in found.noise:
-        print(f"noisy: {text}")
-    if quiet:
-        return
-    print(f"attention: {found.problem}")
-    print(f"device:    {found.target.name}, backend {found.backend}")
-    lines = rows(found, settings)
-    report.print_table(COLUMNS, lines[:max_lines] if max_lines else lines)
-    if max_lines and len(lines) > max_lines:
-        print(f"... and {len(lines) - max_lines} more, in the JSON")
-    print(f"speed: against the shipped choice, of the finalists; {words.LEGEND}")
-
-
 def conclusion(found: Sweep, settings: Settings) -> str:
     winner = found.winner(settings.gain)
     measured = len(found.ranked())
@@ -615,54 +598,6 @@ def conclusion(found: Sweep, settings: Settings) -> str:
         return f"{counts}; {winner.label} wins; the shipped choice: {shipped.verdict}{kept}"
     margin = f"{words.claim(speed)} the shipped choice {shipped.label}{words.interval(speed)}"
     return f"{counts}; {winner.label} wins, {margin}{kept}"
-
-
-def rows(found: Sweep, settings: Settings) -> list[list[str]]:
-    """What was measured, the furthest and fastest first; then what was not."""
-    winner = found.winner(settings.gain)
-    return [*(_cells(trial, winner, found) for trial in found.ranked()), *_failures(found)]
-
-
-def _failures(found: Sweep) -> list[list[str]]:
-    """What was not measured, and why: the same reason once, however many configs it is that of."""
-    by_reason: dict[tuple[str, str], list[Trial]] = {}
-    for trial in sorted((t for t in found.trials if t.verdict != MEASURED), key=lambda t: (t.verdict, t.label)):
-        by_reason.setdefault((trial.verdict, trial.because), []).append(trial)
-    cells = []
-    for (verdict, because), alike in by_reason.items():
-        if verdict == BUILT and not found.complete:
-            continue  # an interrupt came first: the count above says how many
-        label = alike[0].label if len(alike) == 1 else f"{len(alike)} configs"
-        shipped = ["the shipped one"] if any(trial.label == found.shipped for trial in alike) else []
-        told = "not measured" if verdict == BUILT else verdict
-        why = f"{told}{f': {because}' if because else ''}"
-        cells.append([label, *["-"] * (len(COLUMNS) - 2), "; ".join([*shipped, why])])
-    return cells
-
-
-def _cells(trial: Trial, winner: Trial | None, found: Sweep) -> list[str]:
-    times = summary(trial.samples)
-    ratio = "shipped" if trial.label == found.shipped else words.cell(found.speed(trial))
-    spread = f"{times['p20'] * 1e6:.1f}..{times['p80'] * 1e6:.1f}" if times else "-"
-    cells = [trial.label, f"{times['median'] * 1e6:.1f}" if times else "-", spread, ratio]
-    facts = resources(found, trial)
-    names = ("registers", "spilt", "smem_kib", "ctas_per_sm")
-    cells += ["/".join(str(kernel[name]) for kernel in facts) or "-" for name in names]
-    return [*cells, _why(trial, winner, found)]
-
-
-def _why(trial: Trial, winner: Trial | None, found: Sweep) -> str:
-    marks = ["winner" if found.complete else "ahead so far"] if trial is winner else []
-    marks += ["shipped"] if trial.label == found.shipped else []
-    module = backend_of(found.backend)
-    limiters = dict.fromkeys(kernel["limiter"] for kernel in resources(found, trial) if kernel["limiter"])
-    marks += [f"CTAs held by {', '.join(limiters)}"] if limiters else []
-    if hasattr(module, "details"):
-        marks += module.details(found.problem, found.target, trial.config)
-    if trial.last_round < max(other.last_round for other in found.trials):
-        reached = f"round {trial.last_round + 1}"
-        marks.append(f"out after {reached}" if found.complete else f"as far as {reached}")
-    return "; ".join(marks)
 
 
 def resources(found: Sweep, trial: Trial) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """instrument: does the instrument tell the truth here? Two identical candidates, many times, on a busy machine.
 
-    python -m tilewise.lab.commands.instrument [--runs 200] [--save]        `make instrument-check`
+    python tools/instrument.py [--runs 200] [--save]        `make instrument-check`
 
 Every run is a comparison as `inspect` makes it, of one function under two names, each in a process of its own; the
 processes are replaced now and then, since where their memory lies is a difference too. Meanwhile processes that compute
@@ -22,23 +22,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...problem import Problem
-from .. import units
-from ..measure import environment, noise
-from ..measure.compare import Row, Settings, compare
-from ..measure.pool import Pool
-from ..processes import code_command
-from ..studies import bench, kept
-from .command import FAILED, INTERRUPTED
-from .options import make_device
+from tilewise.lab import units
+from tilewise.lab.commands.command import FAILED, INTERRUPTED
+from tilewise.lab.commands.options import make_device
+from tilewise.lab.measure import environment, noise
+from tilewise.lab.measure.compare import Row, Settings, compare
+from tilewise.lab.measure.pool import Pool
+from tilewise.lab.processes import code_command
+from tilewise.lab.studies import bench, kept
+from tilewise.problem import Problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ..measure.compare import Comparison
+    from tilewise.lab.measure.compare import Comparison
 
 KIND = "tilewise instrument"
-_MODULE = "tilewise.lab.commands.instrument"
 _ALLOWED = 0.02  # of the runs
 _PER_PAIR = 20  # runs that a pair of processes serves
 _TWINS = """
@@ -113,7 +112,7 @@ def record(found: list[Comparison], settings: Settings, problem: Problem, told: 
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog=_MODULE, description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--load", type=int, default=noise.cores(), help="processes that compute meanwhile")
@@ -135,7 +134,7 @@ def main(arguments: list[str]) -> int:
             loads.append(noise.load())
     seconds, during = time.monotonic() - start, (min(loads[1:], default=0.0), max(loads))
     told: dict[str, Any] = {
-        "provenance": environment.provenance(asked.seed, ["python", "-m", _MODULE, *arguments]),
+        "provenance": environment.provenance(asked.seed, ["python", "tools/instrument.py", *arguments]),
         "load": {"before": before, "during": during, "processes": asked.load, "cores": noise.cores()},
         "seconds": seconds,
     }

@@ -1,7 +1,4 @@
-"""The tables and the pictures of docs/ladder.md: theory from the formulas, figures from the newest records.
-
-    <!-- ladder VIEW -->   what follows, up to the end marker, is replaced
-    <!-- /ladder -->
+"""The blocks `ladder VIEW` and the pictures of docs/ladder.md: theory from formulas, figures from the newest records.
 
 Views: `rungs` (what each is and teaches), `bytes` and `picture` (what each moves, in theory), `speeds`, `figures`,
 `parts`, `row-threads` and `counted` (the newest record of `tilewise ladder` on a GPU that has what the view shows),
@@ -12,21 +9,22 @@ today. A view without one says that it is not measured yet.
 from __future__ import annotations
 
 import math
-import re
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...ladder import RUNGS, traffic
-from ...problem import Problem, parse_dtype
-from ...target import Target
-from .. import report
-from ..candidates.variants import THREE_KERNEL
-from ..measure import stages, words
-from ..measure.compare import VERIFIED, median
-from ..studies import bench, kept
-from ..studies import ladder as command
-from . import tune_docs
+from tilewise.lab import report
+from tilewise.lab.candidates.variants import THREE_KERNEL
+from tilewise.lab.measure import stages, words
+from tilewise.lab.measure.compare import VERIFIED, median
+from tilewise.lab.studies import kept, ladder_report
+from tilewise.lab.studies import ladder as command
+from tilewise.ladder import RUNGS, traffic
+from tilewise.problem import Problem, parse_dtype
+from tilewise.target import Target
+
+from . import reports
+from .records import Checkout, Kept, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -35,44 +33,19 @@ PAGE = Path("docs/ladder.md")
 PICTURE = Path("docs/plots/ladder-bytes.svg")
 SPEEDS = Path("docs/plots/ladder-speeds.svg")
 TARGET = "h200"
-_BLOCK = re.compile(r"(?P<begin><!-- ladder (?P<view>[\w-]+) -->\n)(?P<body>.*?)(?P<end><!-- /ladder -->)", re.DOTALL)
 COMMAND = "tilewise ladder --bytes --repeat 7 --save"
 _NOT_YET = "*Not measured yet: `{}` on a GPU fills this in.*"
 _SWEEP_LINES = 12
 
 
-def stale(root: Path) -> list[Path]:
-    """Of the page and its pictures, those that are not as they should be."""
-    return [path for path, wanted in _wanted(root).items() if _read(path) != wanted]
+def block(view: str, checkout: Checkout, page: Path) -> list[str]:
+    return _VIEWS[view](checkout)
 
 
-def write(root: Path) -> list[Path]:
-    """Write what is stale; returns what was written."""
-    wanted = _wanted(root)
-    changed = stale(root)
-    for path in changed:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(wanted[path], encoding="utf-8")
-    return changed
-
-
-def _wanted(root: Path) -> dict[Path, str]:
-    """What the files should hold; none where there is no such page."""
-    page = root / PAGE
-    if not page.is_file():
-        return {}
-    found = _climbs(root)
-    files = {page: rewrite(_read(page), root), root / PICTURE: picture()}
-    return files if found is None else files | {root / SPEEDS: speeds(found[1])}
-
-
-def rewrite(text: str, root: Path) -> str:
-    """The text with every block between markers rewritten."""
-
-    def block(match: re.Match[str]) -> str:
-        return match["begin"] + "\n".join(_VIEWS[match["view"]](root)) + "\n" + match["end"]
-
-    return _BLOCK.sub(block, text)
+def pictures(checkout: Checkout) -> dict[Path, str]:
+    """The picture of the formulas, and that of the newest record."""
+    found, root = _climbs(checkout), checkout.root
+    return {root / PICTURE: picture()} | ({} if found is None else {root / SPEEDS: speeds(found)})
 
 
 def problems() -> list[Problem]:
@@ -84,142 +57,121 @@ def problems() -> list[Problem]:
     return found
 
 
-def _read(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
+def newest(checkout: Checkout, fits: Callable[[dict[str, Any]], object] = lambda record: True) -> Kept | None:
+    """The record of the ladder that is cited."""
+    return next(checkout.of_kind(command.KIND, lambda one: one.get("complete") and fits(one), command.marks), None)
 
 
-def newest(
-    root: Path, fits: Callable[[dict[str, Any]], object] = lambda record: True
-) -> tuple[str, dict[str, Any]] | None:
-    """Name and contents of the newest complete record of the ladder that fits and may be cited, by date."""
-    found = [
-        (record["provenance"]["date"], path.name, record)
-        for path, record in kept.of_kind(root / bench.RESULTS, command.KIND)
-        if record.get("complete") and fits(record) and not command.marks(record)
-    ]
-    if not found:
-        return None
-    _, name, record = max(found, key=lambda one: one[:2])
-    return name, kept.expanded(record)
-
-
-def _climbs(
-    root: Path, shows: Callable[[dict[str, Any]], object] = lambda climb: True
-) -> tuple[str, dict[str, Any]] | None:
+def _climbs(checkout: Checkout, shows: Callable[[dict[str, Any]], object] = lambda climb: True) -> Kept | None:
     """The newest record of the ladder on a GPU with a climb that has what is to be shown, and these climbs alone."""
 
     def fits(record: dict[str, Any]) -> bool:
         return any(climb["device"].startswith("cuda") and shows(climb) for climb in record["climbs"])
 
-    found = newest(root, fits)
+    found = newest(checkout, fits)
     if found is None:
         return None
-    name, record = found
-    return name, record | {"climbs": [climb for climb in record["climbs"] if shows(climb)]}
+    record = kept.expanded(found.values)
+    return Kept(found.path, record | {"climbs": [climb for climb in record["climbs"] if shows(climb)]})
 
 
-def _source(name: str, record: dict[str, Any]) -> list[str]:
-    told = record["provenance"]
-    gpu = told["gpus"][0]["name"] if told["gpus"] else told["machine"]["cpu"]
+def _source(record: Kept, checkout: Checkout) -> list[str]:
+    told = record.values["provenance"]
     commit = f", commit {told['source']['commit'][:7]}" if told["source"]["commit"] else ""
-    link = f"[{name}](../{bench.RESULTS.as_posix()}/{name})"
-    return ["", f"From {link}: {gpu}, torch {told['versions']['torch']}, {told['date'][:10]}{commit}."]
+    device = record.gpu or told["machine"]["cpu"]
+    link = record.link(checkout.root / PAGE)
+    return ["", f"From {link}: {device}, torch {told['versions']['torch']}, {record.date[:10]}{commit}."]
 
 
-def _rungs(root: Path) -> list[str]:
-    lines = ["| rung | what it is | what it teaches |", "|---|---|---|"]
-    return lines + [f"| `{rung.name}` | {rung.title} | {rung.lesson} |" for rung in RUNGS]
+def _rungs(checkout: Checkout) -> list[str]:
+    rows = [[f"`{rung.name}`", rung.title, rung.lesson] for rung in RUNGS]
+    return table(["rung", "what it is", "what it teaches"], rows)
 
 
-def _bytes(root: Path) -> list[str]:
-    target = Target.named(TARGET)
-    columns = [traffic.every(problem, target) for problem in problems()]
-    shapes = "".join(f" {_shape(problem)}: DRAM MB | SM MB |" for problem in problems())
-    lines = [f"| rung |{shapes} formula |", f"|---|{'---:|---:|' * len(columns)}---|"]
-    for rung in RUNGS:
-        cells = [f"{value / 1e6:,.0f}" for column in columns for value in column[rung.name][:2]]
-        lines.append(f"| `{rung.name}` | {' | '.join(cells)} | {columns[-1][rung.name].formula} |")
-    return lines
+def _bytes(checkout: Checkout) -> list[str]:
+    columns = [traffic.every(problem, Target.named(TARGET)) for problem in problems()]
+    head = [cell for problem in problems() for cell in (f">{_shape(problem)}: DRAM MB", ">SM MB")]
+    rows = [
+        [f"`{rung.name}`", *(f"{value / 1e6:,.0f}" for column in columns for value in column[rung.name][:2]),
+         columns[-1][rung.name].formula]
+        for rung in RUNGS
+    ]  # fmt: skip
+    return table(["rung", *head, "formula"], rows)
 
 
-def _picture(root: Path) -> list[str]:
+def _picture(checkout: Checkout) -> list[str]:
     return [f"![Bytes that each rung moves, by formula](plots/{PICTURE.name})"]
 
 
-def _speeds(root: Path) -> list[str]:
-    if _climbs(root) is None:
+def _speeds(checkout: Checkout) -> list[str]:
+    if _climbs(checkout) is None:
         return [_NOT_YET.format(COMMAND)]
     return [f"![Speed of each rung, measured](plots/{SPEEDS.name})"]
 
 
-def _figures(root: Path) -> list[str]:
-    found = _climbs(root)
+def _figures(checkout: Checkout) -> list[str]:
+    found = _climbs(checkout)
     if found is None:
         return [_NOT_YET.format(COMMAND)]
     lines = []
-    for climb in found[1]["climbs"]:
+    for climb in found.values["climbs"]:
         problem = Problem.from_dict(climb["problem"])
-        lines += [f"**{problem}**", "", "| rung | ms | p20..p80 | TFLOP/s | extra MiB | error, in budget |"]
-        lines.append("|---|---:|---:|---:|---:|---:|")
         outcomes = {one["candidate"]: one for one in climb["comparison"]["candidates"]}
-        for rung in RUNGS:
-            lines.append(_figure(rung.name, problem, outcomes.get(rung.candidate), climb["refused"].get(rung.name)))
-        lines.append("")
-    return lines[:-1] + _source(*found)
+        refused = climb["refused"]
+        rows = [_figure(rung.name, problem, outcomes.get(rung.candidate), refused.get(rung.name)) for rung in RUNGS]
+        head = ["rung", ">ms", ">p20..p80", ">TFLOP/s", ">extra MiB", ">error, in budget"]
+        lines += [f"**{problem}**", "", *table(head, rows), ""]
+    return lines[:-1] + _source(found, checkout)
 
 
-def _figure(name: str, problem: Problem, outcome: dict[str, Any] | None, refused: list[str] | None) -> str:
+def _figure(name: str, problem: Problem, outcome: dict[str, Any] | None, refused: list[str] | None) -> list[str]:
     if outcome is None:
-        return f"| `{name}` | {escape((refused or ['not run'])[0])} | | | | |"
+        return [f"`{name}`", escape((refused or ["not run"])[0]), "", "", "", ""]
     timed = outcome["forward_seconds"]
     if timed is None:
-        return f"| `{name}` | **{escape(outcome['verdict'])}** | | | | |"
+        return [f"`{name}`", f"**{escape(outcome['verdict'])}**", "", "", "", ""]
     error = outcome["errors"]["out"]["norm"] if "out" in outcome["errors"] else None
     cells = [report.milliseconds(timed), report.spread(timed), report.rate(problem.flops(), timed)]
     judged = f"{report.error(error)} {'ok' if outcome['verdict'] == VERIFIED else 'over'}" if error is not None else "-"
-    return f"| `{name}` | {' | '.join([*cells, report.mebibytes(outcome['memory']), judged])} |"
+    return [f"`{name}`", *cells, report.mebibytes(outcome["memory"]), judged]
 
 
-def _parts(root: Path) -> list[str]:
+def _parts(checkout: Checkout) -> list[str]:
     """Launches one by one stand beside the graph where the record has them."""
-    found = _climbs(root, lambda climb: climb["parts"].get("seconds"))
+    found = _climbs(checkout, lambda climb: climb["parts"].get("seconds"))
     if found is None:
         return [_NOT_YET.format(COMMAND)]
     every = (*stages.NAMES, stages.WHOLE, stages.EAGER, stages.NOTHING, stages.HOST)
-    names = [name for name in every if all(name in climb["parts"]["seconds"] for climb in found[1]["climbs"])]
-    lines = [f"| problem | {' | '.join(f'{name}, us' for name in names)} | cuBLAS / three-kernel |"]
-    lines.append(f"|---|{'---:|' * (len(names) + 1)}")
-    for climb in found[1]["climbs"]:
+    names = [name for name in every if all(name in climb["parts"]["seconds"] for climb in found.values["climbs"])]
+    rows = []
+    for climb in found.values["climbs"]:
         times = [f"{median(climb['parts']['seconds'][name]) * 1e6:.1f}" for name in names]
-        lines.append(f"| {Problem.from_dict(climb['problem'])} | {' | '.join(times)} | {_against_cublas(climb)} |")
-    return lines + _source(*found)
+        rows.append([str(Problem.from_dict(climb["problem"])), *times, _against_cublas(climb)])
+    head = ["problem", *(f">{name}, us" for name in names), ">cuBLAS / three-kernel"]
+    return table(head, rows) + _source(found, checkout)
 
 
-def _row_threads(root: Path) -> list[str]:
+def _row_threads(checkout: Checkout) -> list[str]:
     """The softmax with each number of threads per row, in microseconds per head beside those of the study."""
-    found = _climbs(root, lambda climb: set(stages.PARTS) <= set(climb["parts"].get("seconds") or {}))
+    found = _climbs(checkout, lambda climb: set(stages.PARTS) <= set(climb["parts"].get("seconds") or {}))
     if found is None:
         return [_NOT_YET.format(COMMAND)]
     head = [
-        "problem",
-        "threads per row",
-        "softmax alone, us",
-        "all three, us per head",
-        "speed",
-        "the study, us per head",
-    ]
-    lines = [f"| {' | '.join(head)} |", "|---|---:|---:|---:|---:|---:|"]
+        "problem", ">threads per row", ">softmax alone, us", ">all three, us per head", ">speed",
+        ">the study, us per head",
+    ]  # fmt: skip
+    rows = []
     told = []
-    for climb in found[1]["climbs"]:
+    for climb in found.values["climbs"]:
         problem, seconds = Problem.from_dict(climb["problem"]), climb["parts"]["seconds"]
-        for one in command.by_row_threads(problem, seconds):
+        for one in ladder_report.by_row_threads(problem, seconds):
             speed = words.cell(one.speed) if one.speed else "1"
             study = f"{one.study_us:.2f}" if one.study_us else "-"
-            times = f"{report.significant(one.softmax_us)} | {report.significant(one.head_us)}"
-            lines.append(f"| {_shape(problem)} | {one.threads} | {times} | {speed} | {study} |")
-        if (line := command.headline(problem, seconds, Target.named(TARGET))) is not None:
+            times = [report.significant(one.softmax_us), report.significant(one.head_us)]
+            rows.append([_shape(problem), str(one.threads), *times, speed, study])
+        if (line := ladder_report.headline(problem, seconds, Target.named(TARGET))) is not None:
             told += ["", f"{_shape(problem)}, {line}."]
-    return [*lines, *told, *_source(*found)]
+    return [*table(head, rows), *told, *_source(found, checkout)]
 
 
 def _against_cublas(climb: dict[str, Any]) -> str:
@@ -228,46 +180,46 @@ def _against_cublas(climb: dict[str, Any]) -> str:
     return f"{theirs['median'] / ours['median']:.2f}x" if ours and theirs else "-"
 
 
-def _counted(root: Path) -> list[str]:
-    found = _climbs(root, lambda climb: any("dram" in one for one in climb["counted"].values()))
+def _counted(checkout: Checkout) -> list[str]:
+    found = _climbs(checkout, lambda climb: any("dram" in one for one in climb["counted"].values()))
     if found is None:
         return [_NOT_YET.format(COMMAND)]
-    lines = ["| problem | rung | DRAM MB counted | by formula | L2 MB counted | SM MB by formula |"]
-    lines.append("|---|---|---:|---:|---:|---:|")
-    for climb in found[1]["climbs"]:
+    rows = []
+    for climb in found.values["climbs"]:
         for name, counted in climb["counted"].items():
             moved = climb["traffic"][name]
             values = [counted.get("dram"), moved["dram"], counted.get("l2"), moved["sm"]]
             cells = ["-" if value is None else f"{value / 1e6:,.0f}" for value in values]
-            lines.append(f"| {_shape(Problem.from_dict(climb['problem']))} | `{name}` | {' | '.join(cells)} |")
-    return lines + _source(*found)
+            rows.append([_shape(Problem.from_dict(climb["problem"])), f"`{name}`", *cells])
+    head = ["problem", "rung", ">DRAM MB counted", ">by formula", ">L2 MB counted", ">SM MB by formula"]
+    return table(head, rows) + _source(found, checkout)
 
 
-def _sweep(root: Path) -> list[str]:
-    found = tune_docs.find(THREE_KERNEL, root)
+def _sweep(checkout: Checkout) -> list[str]:
+    found = reports.find_sweep(THREE_KERNEL, checkout)
     if found is None:
-        return [_NOT_YET.format(tune_docs.command_for(THREE_KERNEL))]
+        return [_NOT_YET.format(reports.command_for(THREE_KERNEL))]
     lines = []
-    for sweep in found[1]["sweeps"]:
+    for sweep in found.values["sweeps"]:
         measured = sorted((t for t in sweep["trials"] if t["seconds"]), key=lambda trial: trial["seconds"]["median"])
         failed = len(sweep["trials"]) - len(measured)
         best = measured[0]["seconds"]["median"]
         lines += [f"**{Problem.from_dict(sweep['problem'])}**: {len(measured)} tiles measured, {failed} not.", ""]
-        lines += ["| configuration | us | ratio | registers |", "|---|---:|---:|---:|"]
+        rows = []
         shown = measured if len(measured) <= 2 * _SWEEP_LINES else [*measured[:_SWEEP_LINES], *measured[-4:]]
         for trial in shown:
             seconds = trial["seconds"]["median"]
             registers = "/".join(str(kernel["registers"]) for kernel in trial["resources"])
-            lines.append(f"| {trial['label']} | {seconds * 1e6:.1f} | {seconds / best:.2f} | {registers} |")
-        lines.append("")
-    return lines[:-1] + _source(found[0].name, found[1])
+            rows.append([trial["label"], f"{seconds * 1e6:.1f}", f"{seconds / best:.2f}", registers])
+        lines += [*table(["configuration", ">us", ">ratio", ">registers"], rows), ""]
+    return lines[:-1] + _source(found, checkout)
 
 
 def _shape(problem: Problem) -> str:
     return f"{problem.batch} x {problem.heads_q} x {problem.seq_q} x {problem.head_dim}"
 
 
-_VIEWS: dict[str, Callable[[Path], list[str]]] = {
+_VIEWS: dict[str, Callable[[Checkout], list[str]]] = {
     "rungs": _rungs,
     "bytes": _bytes,
     "picture": _picture,
@@ -299,9 +251,9 @@ def picture() -> str:
     return _bars(title, legend, {name: one[:2] for name, one in moved.items()}, _size)
 
 
-def speeds(record: dict[str, Any]) -> str:
+def speeds(record: Kept) -> str:
     """How fast each rung was, a bar for each of the first two problems of a record; none where a rung has no time."""
-    climbs = record["climbs"][:2]
+    climbs = record.values["climbs"][:2]
     asked = [Problem.from_dict(climb["problem"]) for climb in climbs]
     rates: dict[str, list[float]] = {rung.name: [] for rung in RUNGS}
     for problem, climb in zip(asked, climbs, strict=True):
@@ -309,8 +261,7 @@ def speeds(record: dict[str, Any]) -> str:
         for rung in RUNGS:
             seconds = timed.get(rung.candidate)
             rates[rung.name].append(problem.flops() / seconds["median"] / 1e12 if seconds else 0.0)
-    told = record["provenance"]["gpus"]
-    title = f"Speed of one forward, measured, TFLOP/s: {told[0]['name'] if told else 'no GPU'}"
+    title = f"Speed of one forward, measured, TFLOP/s: {record.gpu or 'no GPU'}"
     return _bars(title, [f"{problem}" for problem in asked], rates, _rate)
 
 

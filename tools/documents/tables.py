@@ -1,47 +1,41 @@
-"""docs: the tables and plots of README.md and docs/, written between markers from the records of `tilewise bench`.
-
-    <!-- bench forward table gpu=H200 -->   what follows, up to the end marker, is replaced
-    <!-- /bench -->
+"""Blocks from records of suites: `bench [SUITE] VIEW [gpu=NAME]`.
 
 Views: `table` (every row of a suite), `problems` (a line per problem with a column for each thing that is timed),
 `goals` (what is asked of every row of a suite that has goals, and what it reaches), `plot` (its pictures, in
 docs/plots/), `speeds` (that of rates, or nothing), and, with no suite named, `summary` (a line per suite and thing that
 is timed) and `headline` (the lines of README.md). A suite without a record that may be cited says that it is not
-measured. Nothing else in the file is touched, and a run that changes nothing leaves the file as it is.
+measured.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import os
-import re
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ...errors import InvalidInput
-from .. import report
-from ..candidates.names import FLEX, Candidate
-from ..measure import statistics, words
-from ..measure.compare import REFUSED, geomean, summary
-from ..studies import bench, records
-from ..studies.suites import SUITES
-from . import host_docs, ladder_docs, map_docs, models_docs, plots, report_docs, tune_docs
-from .pages import rebuilt, record_of
+from tilewise.errors import InvalidInput
+from tilewise.lab import report
+from tilewise.lab.candidates.names import FLEX, Candidate
+from tilewise.lab.measure import statistics, words
+from tilewise.lab.measure.compare import REFUSED, geomean, summary
+from tilewise.lab.studies import bench, suites
+
+from . import plots
+from .records import relative, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
-    from ..measure.compare import Comparison, Outcome
-    from ..studies.records import Record
+    from tilewise.lab.measure.compare import Comparison, Outcome
+    from tilewise.lab.studies.records import Record
 
-_BLOCK = re.compile(r"(?P<begin><!-- bench (?P<asked>[^>]*?) -->\n)(?P<body>.*?)(?P<end><!-- /bench -->)", re.DOTALL)
-_GENERATED = re.compile(r"<!-- [a-z][^>]*? -->\n(?P<body>.*?)<!-- /", re.DOTALL)
-LINK = re.compile(rf"\]\([./]*{bench.RESULTS.as_posix()}/([^)]+\.json)\)")
-_SUMMARY = (
-    f"| suite | what is timed | geomean | worst | under {bench.BEHIND} | worst row | geomean, PyTorch alone | record |",
-    "|---|---|---:|---:|---:|---|---:|---|",
-)
+    from .records import Checkout
+
+_SUMMARY = [
+    "suite", "what is timed", ">geomean", ">worst", f">under {bench.BEHIND}", "worst row", ">geomean, PyTorch alone",
+    "record",
+]  # fmt: skip
 
 
 _LEGEND = f"Speed with its 99% interval; {words.LEGEND}. Errors are norm-wise, `ok` within the budget of float64."
@@ -75,124 +69,23 @@ class Asked(NamedTuple):
     gpu: str
 
 
-class Page(NamedTuple):
-    """A file and what it should hold."""
-
-    path: Path
-    before: str
-    after: str
-
-    @property
-    def stale(self) -> bool:
-        return self.before != self.after
-
-
-def pages(root: Path) -> list[Page]:
-    """README.md and every Markdown file of docs/ that has markers, with their contents as they should be."""
-    kept = records.read_all(root / bench.RESULTS)
-    found = []
-    for path in (root / "README.md", *sorted((root / "docs").rglob("*.md"))):
-        text = path.read_text(encoding="utf-8") if path.is_file() else ""
-        if _BLOCK.search(text):
-            found.append(Page(path, text, rewrite(text, kept, root, path)))
-    return [*found, *reports(root)]
-
-
-def reports(root: Path) -> list[Page]:
-    """The tables of whole models, of host time, of tile maps and of sweeps; the reports that documents cite, from the
-    newest records; and every other HTML page of docs/ that names the record it was made from, as that looks now."""
-    tables = (models_docs, host_docs, map_docs, report_docs, tune_docs)
-    wanted = {path: text for one in tables for path, text in one.wanted(root).items()}
-    found = [Page(path, path.read_text("utf-8") if path.is_file() else "", text) for path, text in wanted.items()]
-    for path in sorted((root / "docs").rglob("*.html")):
-        if path in wanted:
-            continue
-        text = path.read_text(encoding="utf-8")
-        made = rebuilt(text, root / bench.RESULTS)
-        if made is not None:
-            found.append(Page(path, text, made))
-    return found
-
-
-def check_root(root: Path) -> None:
-    """InvalidInput for a folder that has nothing to keep up to date: nothing in it is not the same as all is well."""
-    if pages(root) or (root / "docs" / "ladder.md").is_file():
-        return
-    raise InvalidInput(
-        "--root", str(root), "a checkout: README.md or docs/*.md with markers", "name the folder of the checkout"
-    )
-
-
-def rewrite(text: str, kept: list[Record], root: Path, path: Path) -> str:
-    """The text with every block between markers rewritten."""
-
-    def block(match: re.Match[str]) -> str:
-        body = "\n".join(_body(parse_marker(match["asked"], path), kept, root, path))
-        return f"{match['begin']}{body}\n{match['end']}"
-
-    return _BLOCK.sub(block, text)
-
-
 def parse_marker(text: str, path: Path) -> Asked:
     words = text.split()
     gpu = next((word.removeprefix("gpu=") for word in words if word.startswith("gpu=")), "")
     plain = [word for word in words if not word.startswith("gpu=")]
-    view = plain.pop() if plain and plain[-1] in _VIEWS else ""
+    view = plain.pop() if plain and plain[-1] in (*_VIEWS, *_OF_SEVERAL) else ""
     suite = plain.pop() if plain else ""
-    if not view or plain or (suite not in SUITES and not (view in _OF_SEVERAL and not suite)):
-        raise InvalidInput(
-            f"marker in {path.name}", repr(text), f"[SUITE] {'|'.join(_VIEWS)} [gpu=NAME]", "correct the marker"
-        )
+    if not view or plain or (suite not in suites.names() and not (view in _OF_SEVERAL and not suite)):
+        expected = f"[SUITE] {'|'.join((*_VIEWS, *_OF_SEVERAL))} [gpu=NAME]"
+        raise InvalidInput(f"marker in {path.name}", repr(text), expected, "correct the marker")
     return Asked(suite, view, gpu)
 
 
-def cited(root: Path) -> dict[str, None]:
-    """The records that generated parts of pages, and HTML pages, take their figures from, by name."""
-    paths = (root / "README.md", *sorted((root / "docs").rglob("*.md")))
-    texts = [path.read_text(encoding="utf-8") for path in paths if path.is_file()]
-    bodies = [match["body"] for text in texts for match in _GENERATED.finditer(text)]
-    html = (path.read_text(encoding="utf-8") for path in sorted((root / "docs").rglob("*.html")))
-    made_from = (record_of(text, root / bench.RESULTS) for text in html)
-    named = [name for body in bodies for name in LINK.findall(body)]
-    return dict.fromkeys([*named, *(path.name for path in made_from if path is not None)])
-
-
-def draw_all(root: Path) -> list[Path]:
-    """The plots that pages ask for and that are not there as they should be; returns what was written."""
-    kept = records.read_all(root / bench.RESULTS)
-    written = []
-    for record in _plotted(root, kept):
-        for path in plots.paths(root / plots.FOLDER, record):
-            if not plots.is_of(path, record):
-                plots.draw(record, root / plots.FOLDER)
-                written += plots.paths(root / plots.FOLDER, record)
-                break
-    return written
-
-
-def stale_plots(root: Path) -> list[Path]:
-    """Plots that are missing or were drawn from another record."""
-    kept = records.read_all(root / bench.RESULTS)
-    wanted = [(path, r) for r in _plotted(root, kept) for path in plots.paths(root / plots.FOLDER, r)]
-    return [path for path, record in wanted if not plots.is_of(path, record)]
-
-
-def stale(root: Path) -> list[Path]:
-    """All pages and plots that differ from what the records make of them."""
-    differing = [page.path for page in pages(root) if page.stale]
-    return [*differing, *stale_plots(root), *ladder_docs.stale(root)]
-
-
-def _plotted(root: Path, kept: list[Record]) -> list[Record]:
-    asked = [parse_marker(match["asked"], page.path) for page in pages(root) for match in _BLOCK.finditer(page.before)]
-    found = [records.newest(kept, one.suite, one.gpu) for one in asked if one.view in ("plot", "speeds")]
-    return list({record.name: record for record in found if record is not None}.values())
-
-
-def _body(asked: Asked, kept: list[Record], root: Path, path: Path) -> list[str]:
+def block(text: str, checkout: Checkout, path: Path) -> list[str]:
+    asked = parse_marker(text, path)
     if asked.view in _OF_SEVERAL:
-        return _OF_SEVERAL[asked.view](kept, asked.gpu, root, path)
-    record = records.newest(kept, asked.suite, asked.gpu)
+        return _OF_SEVERAL[asked.view](checkout, asked.gpu, path)
+    record = checkout.suite(asked.suite, asked.gpu)
     if record is None:
         if asked.view == "speeds":
             return []
@@ -200,18 +93,17 @@ def _body(asked: Asked, kept: list[Record], root: Path, path: Path) -> list[str]
         return [
             f"*Not measured{where} with today's kernels and the strongest of others: `make evidence` fills this in.*"
         ]
-    return _VIEWS[asked.view](record, root, path)
+    return _VIEWS[asked.view](record, checkout.root, path)
 
 
 def _table(record: Record, root: Path, path: Path) -> list[str]:
     comparisons = record.comparisons
     ours = comparisons[0].outcomes[0].candidate
     rivals = [name for name in bench.RIVALS if any(_rival(comparison, name) for comparison in comparisons)]
-    head = ["problem", ours, "spread", "best of PyTorch", "spread", "speed"]
-    head += [f"against {bench.RIVALS[name]}" for name in rivals]
-    head += [f"error, {ours}", "error, PyTorch"]
-    lines = [f"| {' | '.join(head)} |", f"|---|---:|---:|---|---:|---:|{'---:|' * len(rivals)}---:|---:|"]
-    lines += [_line(comparison, rivals) for comparison in comparisons]
+    head = ["problem", f">{ours}", ">spread", "best of PyTorch", ">spread", ">speed"]
+    head += [f">against {bench.RIVALS[name]}" for name in rivals]
+    head += [f">error, {ours}", ">error, PyTorch"]
+    lines = table(head, [_line(comparison, rivals) for comparison in comparisons])
     return [*lines, "", _LEGEND, "", *_sums(comparisons), "", _source(record, root, path)]
 
 
@@ -219,33 +111,31 @@ def _rival(comparison: Comparison, name: str) -> Outcome | None:
     return next((outcome for outcome in comparison.timed() if outcome.candidate == name), None)
 
 
-def _line(comparison: Comparison, rivals: list[str]) -> str:
+def _line(comparison: Comparison, rivals: list[str]) -> list[str]:
     ours, peer = comparison.outcomes[0], comparison.best_peer()
     others = [peer, *(_rival(comparison, name) for name in rivals)]
     cells = [comparison.row.name, _time(ours, comparison), report.spread(summary(ours.samples))]
     cells += [f"{peer.candidate} {_time(peer, comparison)}" if peer else "no right answer", _spread(peer)]
     cells += ["-" if ours.failed else words.cell(comparison.versus(ours, other)) for other in others]
-    return f"| {' | '.join([*cells, _error(ours), _error(peer)])} |"
+    return [*cells, _error(ours), _error(peer)]
 
 
 def _problems(record: Record, root: Path, path: Path) -> list[str]:
     """Rows of one problem side by side, in the order of their first."""
     comparisons = record.comparisons
     kinds = list(dict.fromkeys(bench.timed(comparison, comparisons) for comparison in comparisons))
-    lines = [f"| problem | {' | '.join(kinds)} |", f"|---|{'---:|' * len(kinds)}"]
+    rows = []
     for alike in _by_problem(comparisons):
         cells = {bench.timed(comparison, comparisons): _cell(comparison) for comparison in alike}
-        lines.append(f"| {_shared_name(alike)} | {' | '.join(cells.get(kind, '') for kind in kinds)} |")
+        rows.append([_shared_name(alike), *(cells.get(kind, "") for kind in kinds)])
+    lines = table(["problem", *(f">{kind}" for kind in kinds)], rows)
     return [*lines, "", f"{words.LEGEND}.", "", *_sums(comparisons), "", _source(record, root, path)]
 
 
 def _goals(record: Record, root: Path, path: Path) -> list[str]:
     """Our time, the fastest of others, both ratios with what is asked of them, and what was reached."""
     comparisons = record.comparisons
-    head = [name.removeprefix(">") for name in bench.GOAL_COLUMNS]
-    rules = ["---:" if name.startswith(">") else "---" for name in bench.GOAL_COLUMNS]
-    lines = [f"| {' | '.join(cells)} |" for cells in (head, *map(bench.goal_cells, comparisons))]
-    lines.insert(1, f"|{'|'.join(rules)}|")
+    lines = table(list(bench.GOAL_COLUMNS), [bench.goal_cells(comparison) for comparison in comparisons])
     return [*lines, "", f"{bench.GOAL_LEGEND}.", "", *_sums(comparisons), "", _source(record, root, path)]
 
 
@@ -316,30 +206,29 @@ def _failures(comparisons: list[Comparison]) -> list[str]:
     return [f"- no right answer of {what}: {', '.join(rows)}" for what, rows in found.items()]
 
 
-def _summary(kept: list[Record], gpu: str, root: Path, path: Path) -> list[str]:
-    lines = list(_SUMMARY)
-    for name, rows in SUITES.items():
-        on_gpu = rows[0].device.startswith("cuda")
-        record = records.newest(kept, name, gpu if on_gpu else "")
-        timed = " + ".join(dict.fromkeys(what for row in rows for what in row.timed))
+def _summary(checkout: Checkout, gpu: str, path: Path) -> list[str]:
+    rows = []
+    for name in suites.names():
+        posed = suites.rows_of(name)
+        on_gpu = posed[0].device.startswith("cuda")
+        record = checkout.suite(name, gpu if on_gpu else "")
         if record is None:
-            lines.append(f"| {name} | {timed} | | | | not measured | | |")
+            timed = " + ".join(dict.fromkeys(what for row in posed for what in row.timed))
+            rows.append([name, timed, "", "", "", "not measured", "", ""])
             continue
-        about = f"[{record.device}, {record.date[:10]}]({_relative(root / bench.RESULTS / record.name, path)})"
+        about = f"[{record.device}, {record.date[:10]}]({_file(record, checkout.root, path)})"
         for kind, comparisons in bench.by_kind(record.comparisons).items():
-            found = bench.score(comparisons)
-            figures = f"{found.geomean:.2f} | {found.worst:.2f} | {found.behind:.0%} | {found.row}"
-            of_torch = bench.score_of_torch(comparisons)
-            figures += f" | {of_torch.geomean:.2f}" if of_torch.rows else " | -"
-            lines.append(f"| {name} | {kind} | {figures} | {about} |")
-    return lines
+            found, of_torch = bench.score(comparisons), bench.score_of_torch(comparisons)
+            figures = [f"{found.geomean:.2f}", f"{found.worst:.2f}", f"{found.behind:.0%}", found.row]
+            rows.append([name, kind, *figures, f"{of_torch.geomean:.2f}" if of_torch.rows else "-", about])
+    return table(_SUMMARY, rows)
 
 
-def _headline(kept: list[Record], gpu: str, root: Path, path: Path) -> list[str]:
+def _headline(checkout: Checkout, gpu: str, path: Path) -> list[str]:
     """A line for each thing that users choose by: how we stand to each of the others, and the worst row."""
     lines, dates, lacking = [], [], []
     for title, suite, what in HEADLINE:
-        record = records.newest(kept, suite, gpu)
+        record = checkout.suite(suite, gpu)
         rows = [] if record is None else [c for c in record.comparisons if what in c.row.timed]
         worst = min(rows, key=_ratio, default=None)
         rival = worst.best_rival() if worst is not None else None
@@ -347,8 +236,8 @@ def _headline(kept: list[Record], gpu: str, root: Path, path: Path) -> list[str]
             lacking.append(title.lower())
             continue
         least = f"{_ratio(worst):.2f}, {_peer_name(rival.candidate)}: {worst.row.name}"
-        link = f"[{len(rows)}]({_relative(root / bench.RESULTS / record.name, path)})"
-        lines.append(f"| {title} | {link} | {_against_each(rows)} | {least} |")
+        link = f"[{len(rows)}]({_file(record, checkout.root, path)})"
+        lines.append([title, link, _against_each(rows), least])
         dates += [comparison.measured[:10] for comparison in rows]
     missing = (
         "*Not measured yet with today's kernels and the strongest of others beside them, so that no figure is shown: "
@@ -362,8 +251,8 @@ def _headline(kept: list[Record], gpu: str, root: Path, path: Path) -> list[str]
         " 1, tilewise is faster. `best`: the fastest of all, row by row."
     )
     about = f"{note} Measured on an NVIDIA {gpu}, {days}."
-    head = ["| what is timed | rows | speed against | worst row |", "|---|---:|---|---|"]
-    return [*head, *lines, "", about, *(["", missing] if lacking else [])]
+    head = ["what is timed", ">rows", "speed against", "worst row"]
+    return [*table(head, lines), "", about, *(["", missing] if lacking else [])]
 
 
 def _ratio(comparison: Comparison) -> float:
@@ -395,7 +284,7 @@ def _peer_name(candidate: str) -> str:
 
 
 def _plot(record: Record, root: Path, path: Path) -> list[str]:
-    images = [f"![{plots.TITLES[kind]}, suite {record.suite}]({_relative(file, path)})"
+    images = [f"![{plots.TITLES[kind]}, suite {record.suite}]({relative(file, path)})"
               for kind, file in plots.by_kind(root / plots.FOLDER, record).items()]  # fmt: skip
     return [*images, "", _source(record, root, path)]
 
@@ -406,11 +295,11 @@ def _speeds(record: Record, root: Path, path: Path) -> list[str]:
 
 
 def _source(record: Record, root: Path, path: Path) -> str:
-    return f"From [{record.name}]({_relative(root / bench.RESULTS / record.name, path)}): {record.about()}."
+    return f"From [{record.name}]({_file(record, root, path)}): {record.about()}."
 
 
-def _relative(file: Path, page: Path) -> str:
-    return Path(os.path.relpath(file, page.parent)).as_posix()
+def _file(record: Record, root: Path, path: Path) -> str:
+    return relative(root / bench.RESULTS / record.name, path)
 
 
 _VIEWS: dict[str, Callable[[Record, Path, Path], list[str]]] = {
@@ -419,10 +308,5 @@ _VIEWS: dict[str, Callable[[Record, Path, Path], list[str]]] = {
     "goals": _goals,
     "plot": _plot,
     "speeds": _speeds,
-    "summary": lambda record, root, path: [],
-    "headline": lambda record, root, path: [],
 }
-_OF_SEVERAL: dict[str, Callable[[list[Record], str, Path, Path], list[str]]] = {
-    "summary": _summary,
-    "headline": _headline,
-}
+_OF_SEVERAL: dict[str, Callable[[Checkout, str, Path], list[str]]] = {"summary": _summary, "headline": _headline}

@@ -1,5 +1,7 @@
 """Host time of one eager call, on tensors so small that nothing but the way to the kernel is measured.
 
+    python benchmarks/host.py [--device cuda] [--save]
+
 Every way of calling is measured in every round, batch by batch in turn, so that what else the machine does meets all
 alike. A sample is the median over a round's batches of the mean of a batch; the waits for the device between batches
 are outside the clock. What a way takes more than PyTorch's default may be a fraction of what the host's time varies by
@@ -12,24 +14,29 @@ operator with three inputs.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import importlib.util
+import os
 import statistics
+import sys
 import time
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ... import native
-from ...api import attention, attention_packed
-from ...native import library
-from ..measure import environment
-from ..model import launched
+import tilewise
+from tilewise import CompileError, attention, attention_packed, native
+from tilewise.lab.measure import environment
+from tilewise.lab.model import launched
+from tilewise.lab.studies import kept
+from tilewise.native import library
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,6 +45,7 @@ if TYPE_CHECKING:
 SUITE = "host"
 KIND = "tilewise host"
 ROUNDS = 9
+RESULTS = Path(__file__).resolve().parent / "results"
 BATCH = 32  # calls between two waits: a GPU's queue never fills
 BATCHES = 9  # of a sample: one that the machine interrupts does not count
 _UNTIL_SETTLED = 8  # calls of a kind after which all is planned, built and known
@@ -92,8 +100,6 @@ class Beside(NamedTuple):
 def ways(device: str) -> list[Way]:
     """PyTorch's default and its FlashAttention by name, ours natively, in Python and of packed sequences, the override,
     an empty node where native code is there, and other libraries that are installed."""
-    import tilewise  # noqa: PLC0415  (whose override stands beside the lab, not below it)
-
     sdpa = tilewise.sdpa
     torchs = F.scaled_dot_product_attention
     taking, passing = sdpa(), sdpa(when=lambda problem: False)
@@ -243,7 +249,32 @@ def record(costs: list[Cost], device: str, shape: tuple[int, ...], command: list
     }
 
 
-def usual(device: str) -> tuple[tuple[int, ...], torch.dtype]:
-    """The shape and the dtype that are measured where none is asked for."""
-    on_gpu = device.startswith("cuda")
-    return ((1, 8, 128, 64), torch.bfloat16) if on_gpu else ((1, 2, 8, 16), torch.float32)
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--shape", default="", help="batch,heads,seq,head_dim; small by default")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--save", type=Path, nargs="?", const=RESULTS, help="keep the record, in benchmarks/results")
+    options = parser.parse_args(arguments)
+    on_gpu = options.device.startswith("cuda")
+    shape: tuple[int, ...] = (1, 8, 128, 64) if on_gpu else (1, 2, 8, 16)
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    if options.shape:
+        shape = tuple(int(size) for size in options.shape.split(","))
+    os.environ.setdefault(library.SETTING, "on")
+    if on_gpu and library.is_wanted():
+        try:
+            library.build()  # rather than in the background, while we measure
+        except CompileError as error:
+            print(f"without native code: {error}", file=sys.stderr)
+    if not on_gpu:
+        torch.set_num_threads(1)
+    costs = measure(options.device, shape, dtype, options.rounds)
+    print(*lines(costs), sep="\n")
+    if options.save:
+        result = record(costs, options.device, shape, environment.command_line())
+        print(f"saved {kept.save(result, options.save)}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

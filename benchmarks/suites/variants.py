@@ -17,19 +17,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ... import masks
-from ...errors import InvalidInput
-from ...masks import Causal, Dense, Documents, Full, Window
-from ...problem import Problem
-from ...scores import Softcap
-from ...terms import Alibi, Keep, KeyLengths, RelativeBias, Sink
-from ..candidates.names import FLEX, OURS, PLAIN
-from ..candidates.patterns import NORMAL, Pattern
-from ..measure.compare import Goal, Plain, Row
+from tilewise import masks
+from tilewise.errors import InvalidInput
+from tilewise.lab.candidates.names import FA4, FLEX, OURS, PLAIN
+from tilewise.lab.candidates.patterns import NORMAL, Pattern
+from tilewise.lab.measure.compare import Goal, Plain, Row
+from tilewise.lab.studies.suites import Suite
+from tilewise.masks import Causal, Dense, Documents, Full, Window
+from tilewise.problem import Problem
+from tilewise.scores import Softcap
+from tilewise.terms import Alibi, Keep, KeyLengths, RelativeBias, Sink
 
 if TYPE_CHECKING:
-    from ...masks import Mask
-    from ...scores import Term
+    from tilewise.masks import Mask
+    from tilewise.scores import Term
 
 BATCH, SEQ = 4, 4096
 _LENGTHS = (4096, 3000, 2000, 1000)  # of the keys of each batch
@@ -223,3 +224,6 @@ def _prefixes(prefix: int) -> list[Variant]:
 def rows(seq: int = SEQ, device: str = "cuda") -> tuple[Row, ...]:
     """A forward and a step of each; those of one problem stand together."""
     return tuple(row for heads, variant in asked(seq) for row in variant.rows(heads, seq, device))
+
+
+SUITE = Suite(rows(), {"round_seconds": 0.012, "overhead": False, "more_seconds": 0.5}, (FA4,))

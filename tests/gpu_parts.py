@@ -14,10 +14,11 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from ..jit.headers import included_paths
-from ..native import library
+import tilewise
+from tilewise.jit.headers import included_paths
+from tilewise.native import library
 
-PACKAGE = Path(__file__).resolve().parent.parent
+PACKAGE = Path(tilewise.__file__).resolve().parent
 # Everything that decides what a kernel does, or which of them runs.
 _DECISIVE = (
     "backend.py",

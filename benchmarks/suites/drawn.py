@@ -1,4 +1,4 @@
-"""Problems drawn at random from what models have: for a figure that no kernel was tuned on.
+"""Problems drawn at random from what models have, for a figure that no kernel was tuned on.
 
 `problems(seed)` is a function of the seed alone. Each problem is drawn as follows, and drawn again if it is too large:
 
@@ -18,12 +18,17 @@ call. The other half are *small*. Both halves are filled in the order in which t
 from __future__ import annotations
 
 import random
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ...masks import Causal, Full, Window
-from ...problem import Problem
+from tilewise.lab.candidates.names import FA3, FA4, OURS, builds_mask
+from tilewise.lab.studies.suites import Suite, posed
+from tilewise.masks import Causal, Full, Window
+from tilewise.problem import Problem
+
+if TYPE_CHECKING:
+    from tilewise.lab.measure.compare import Row
 
 COUNT = 24  # 96 rows, which a GPU measures in a few minutes
 MIN_TOKENS, MIN_KEYS, MAX_TOKENS = 200, 64, 8192
@@ -113,3 +118,30 @@ def _length(rng: random.Random, shortest: int) -> int:
 def _log_uniform(rng: random.Random, low: int, high: int) -> int:
     """Each factor of two is as likely as the next; both ends included."""
     return min(high, int(low * (float(high + 1) / low) ** rng.random()))
+
+
+def rows(seed: int) -> tuple[Row, ...]:
+    """Forward and backward of every problem, each by graph replay and eagerly."""
+    return tuple(
+        _drawn_row(one, seed, what, method, word)
+        for one in problems(seed)
+        for what in ("forward", "backward")
+        for method, word in (("graph", "graph"), ("wall", "eager"))
+    )
+
+
+def _drawn_row(one: Drawn, seed: int, what: str, method: str, word: str) -> Row:
+    """A mask that PyTorch knows as a tensor alone is scored apart: the ratio is that of the mask, not of a kernel."""
+    problem = one.problem.with_(needs_grad=what == "backward")
+    built = builds_mask(problem)
+    # FlashAttention-2 takes neither a mask tensor nor two head dims; the efficient kernel takes both.
+    other = "torch-efficient" if built or problem.head_dim != problem.head_dim_v else "torch-flash"
+    candidates, kind = (OURS, "torch-cudnn", other), str(problem.mask).partition(":")[0] if built else ""
+    label = f"{one.size} seed{seed}#{one.number:02} {what} {word}"
+    return posed(
+        problem, label, candidates=candidates, device="cuda", method=method, flush=False, times=(what,), kind=kind
+    )
+
+
+# Four rows for each of many problems, so rounds are short.
+SUITE = Suite(rows(0), {"round_seconds": 0.01, "overhead": False, "more_seconds": 0.5}, (FA3, FA4), rows)
