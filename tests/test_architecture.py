@@ -25,9 +25,9 @@ PACKAGE = ROOT / "src" / "tilewise"
 LAYERS = [
     "_path", "_interrupt", "errors", "memo", "fresh", "element", "operands", "masks", "scores", "terms", "problem",
     "target", "partials", "jit", "native", "hook", "sequences", "nonfinite", "backend", "plain", "triton",
-    "torch_kernels", "engine", "plan", "torch_seam.switches", "call.request", "call.resolve", "call.build", "call.memory",
-    "torch_seam.autograd", "torch_seam.ops", "torch_seam.traced", "call.native", "call.execute", "torch_function",
-    "api", "cache_append", "ladder",
+    "torch_kernels", "engine", "plan", "torch_seam.switches", "call.request", "call.resolve", "call.build",
+    "call.memory", "torch_seam.autograd", "torch_seam.ops", "torch_seam.traced", "call.native", "call.execute",
+    "torch_function", "api", "cache_append", "ladder",
 ]  # fmt: skip
 TOP = {"lab", "integrations"}
 # The same inside the lab: modules, then folders.
