@@ -15,6 +15,7 @@ sources at hand make leaves the table. No GPU is needed, but the compiler of con
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -121,15 +122,18 @@ def named(value: Any) -> Iterator[launched.Launched]:
         yield from named(list(value.values()))
 
 
+def kept_records(root: Path) -> Iterator[dict[str, Any]]:
+    """Without the notes of studies, which name no kernels."""
+    for path in sorted((root / bench.RESULTS).glob("*.json")):
+        with contextlib.suppress(TilewiseError):
+            yield kept.read(path)
+
+
 def recorded(root: Path) -> tuple[dict[str, Unit], set[str]]:
     """The kernels that records name: their units by the sources at hand, under digests; and all digests in records."""
     units: dict[str, Unit] = {}
     measured: set[str] = set()
-    for path in sorted((root / bench.RESULTS).glob("*.json")):
-        try:
-            record = kept.read(path)
-        except TilewiseError:
-            continue  # the notes of a study, which name no kernels
+    for record in kept_records(root):
         for known in named(record):
             measured |= set(known["units"].values())
             target = records.target_of(record["provenance"], on_gpu=bool(record["provenance"]["gpus"]))
@@ -141,14 +145,25 @@ def recorded(root: Path) -> tuple[dict[str, Unit], set[str]]:
     return units, measured
 
 
+def recorded_modules(root: Path) -> dict[str, str]:
+    """The kernels that records name and that are written in Python: the digest of each module by the sources at hand,
+    and that of what it does."""
+    labels = {label for record in kept_records(root) for known in named(record) for label in known["units"]}
+    sources = [launched.source_of(f"tilewise.{label}") for label in labels if launched.is_module(label)]
+    return {launched.python_digest(source): launched.python_code(source) for source in sources}
+
+
 def enter(root: Path) -> None:
     """Enter what records name and the table lacks; drop what nothing names."""
     units, measured = recorded(root)
+    modules = recorded_modules(root)
     code = launched.machine_code()
     missing = {digest: unit for digest, unit in units.items() if digest not in code}
     found = built(missing.values())
-    code = code | {digest: found[unit] for digest, unit in missing.items()}
-    table = {digest: code[digest] for digest in sorted(code) if digest in units or digest in measured}
+    code = code | {digest: found[unit] for digest, unit in missing.items()} | modules
+    table = {
+        digest: code[digest] for digest in sorted(code) if digest in units or digest in modules or digest in measured
+    }
     text = json.dumps({"nvrtc": nvrtc_version(), "units": table}, indent=1)
     launched.MACHINE_CODE.write_text(text + "\n", encoding="utf-8")
 
@@ -157,7 +172,8 @@ def wrong_entries(root: Path) -> list[str]:
     """The kernels of which the table does not say what the compiler makes of them."""
     units, _ = recorded(root)
     code, found = launched.machine_code(), built(units.values())
-    return [unit.label for digest, unit in units.items() if code.get(digest) != found[unit]]
+    wrong = [digest for digest, one in recorded_modules(root).items() if code.get(digest) != one]
+    return [*wrong, *(unit.label for digest, unit in units.items() if code.get(digest) != found[unit])]
 
 
 def sample(every: int) -> dict[str, str]:

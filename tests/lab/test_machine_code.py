@@ -64,8 +64,24 @@ def test_the_table_has_every_kernel_that_records_name():
     units, measured = machine_code.recorded(ROOT)
     assert units
     assert not units.keys() - table["units"].keys()
-    assert not table["units"].keys() - units.keys() - measured
+    modules = machine_code.recorded_modules(ROOT)
+    assert modules
+    assert modules.items() <= table["units"].items()
+    assert not table["units"].keys() - units.keys() - modules.keys() - measured
     assert all(re.fullmatch("[0-9a-f]{12} [0-9a-f]{16}", " ".join(entry)) for entry in table["units"].items())
+
+
+@pytest.mark.parametrize(
+    ("other", "same"),
+    [
+        ('"""Another text."""\nfrom c import b\n\n\ndef f(x):  # why\n    return b(x) + 1\n', True),
+        ("from a import b\ndef f(x):\n    'What it does.'\n    return b(x) + 1\n", True),
+        ("from a import b\ndef f(x):\n    return b(x) + 2\n", False),
+    ],
+)
+def test_what_a_module_does_is_neither_its_imports_nor_its_text(other: str, same: bool) -> None:
+    source = "from a import b\ndef f(x):\n    return b(x) + 1\n"
+    assert (launched.python_code(source) == launched.python_code(other)) is same
 
 
 @pytest.mark.kernel_gate

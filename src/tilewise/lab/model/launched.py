@@ -10,11 +10,13 @@ on a machine without a GPU: a measurement is older than the sources where the sa
 
 A source may change without its machine code: a type is renamed, a function moves to another header. Such a change makes
 no measurement older. benchmarks/machine_code.json has, for translation units by their digests, a digest of the machine
-code that the pinned compiler makes of them; tools/machine_code.py writes it and checks it.
+code that the pinned compiler makes of them; tools/machine_code.py writes it and checks it. For kernels that are written
+in Python it has a digest of what their modules do, which imports and docstrings are no part of.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib.util
 import inspect
@@ -44,7 +46,7 @@ Launched = dict[str, Any]
 STEP = ("step",)
 MACHINE_CODE = Path(__file__).resolve().parents[4] / "benchmarks" / "machine_code.json"
 _COMMENT = re.compile(rb"//[^\n]*|/\*.*?\*/", re.DOTALL)
-_DIGITS = 12
+_DIGITS, _DIGITS_OF_CODE = 12, 16
 _OTHER_SOURCES = {"triton": ("tilewise.triton.kernels",)}  # of backends whose kernels are Python; found, not imported
 
 
@@ -200,14 +202,42 @@ def _python_sources(backend: str) -> dict[str, str]:
     if not inspect.ismodule(module):
         return {}
     names = (module.__name__, *_OTHER_SOURCES.get(backend, ()))
-    return {name.partition(".")[2]: _short([*map(str.encode, filter(_is_code, _lines_of(name)))]) for name in names}
+    return {name.partition(".")[2]: python_digest(source_of(name)) for name in names}
 
 
-def _lines_of(module: str) -> list[str]:
+def python_code(source: str) -> str:
+    """A digest of what a module does: of its statements without imports, docstrings, comments and layout."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [one for one in body if not _says_nothing(one)]  # type: ignore[attr-defined]
+    return digest([ast.dump(tree).encode()])[:_DIGITS_OF_CODE]
+
+
+def _says_nothing(statement: ast.stmt) -> bool:
+    is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    return is_text or isinstance(statement, ast.Import | ast.ImportFrom)
+
+
+def is_module(label: str) -> bool:
+    """Whether a unit of a record is a module of this package, and no translation unit."""
+    try:
+        return importlib.util.find_spec(f"{__package__.partition('.')[0]}.{label}") is not None
+    except ModuleNotFoundError:  # not even the package above it
+        return False
+
+
+def python_digest(source: str) -> str:
+    """Of a module's lines, without comments and blank lines."""
+    return _short([*map(str.encode, filter(_is_code, source.splitlines()))])
+
+
+def source_of(module: str) -> str:
     spec = importlib.util.find_spec(module)
     assert spec is not None
     assert spec.origin is not None
-    return Path(spec.origin).read_text(encoding="utf-8").splitlines()
+    return Path(spec.origin).read_text(encoding="utf-8")
 
 
 def _is_code(line: str) -> bool:
