@@ -112,11 +112,12 @@ def drawn_seed(device: torch.device) -> Tensor:
 
 def reduced(request: Request) -> Request:
     """The request whose mask holds no tensors: split into a band, a term and operands, or merged with `keep`."""
-    extras, options = request.extras, request.options
-    if MASK in extras and "keep" in extras:
+    if request.form.is_inner:  # of which `resolve` refuses these masks
+        return request
+    if MASK in request.extras and "keep" in request.extras:
         return _merge_keep(request)
-    mask: Any = options.mask
-    if isinstance(mask, Mask) and mask.holds_tensors and not request.form.is_inner:
+    mask: Any = request.options.mask
+    if isinstance(mask, Mask) and mask.holds_tensors:
         return _split_tensor_mask(request, mask)
     return request
 
