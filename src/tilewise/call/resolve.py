@@ -10,7 +10,6 @@ import torch
 from .. import masks
 from ..errors import InvalidInput, UnsupportedProblem
 from ..masks import Cached, Causal, Documents, Full, Mask, Packed, Window
-from ..operands import NO_OPERANDS, Operands
 from ..plan import check_backend
 from ..problem import (
     as_number,
@@ -32,6 +31,7 @@ from ..terms import Alibi, Dropout, RelativeBias
 from .request import IS_TENSOR, MASK, PACKED, Lowered, Options, operands_of
 
 if TYPE_CHECKING:
+    from ..operands import Operands
     from ..problem import Layout, Problem
     from ..scores import Term
     from .request import MaskLike, Request
@@ -199,7 +199,7 @@ def _resolved(
     scores = with_max_logit(scores, options.return_max_logit)
     extras = {name: tensor for name, tensor in request.extras.items() if name not in ("alibi", "keep", "sink")}
     if extras:
-        own = operands_of(request._replace(extras=extras, operands=NO_OPERANDS))
+        own = operands_of(request._replace(extras=extras, operands={}))
         operands = {**own, **operands}
     form = request.form
     ordered = _in_order(mask, scores, operands)
@@ -207,8 +207,6 @@ def _resolved(
 
 
 def _check_operands_type(operands: object) -> None:
-    if operands is NO_OPERANDS:
-        return
     if isinstance(operands, dict) and all(isinstance(tensor, Tensor) for tensor in operands.values()):
         return
     raise InvalidInput(
@@ -316,7 +314,7 @@ def _resolve_cached(request: Request, options: Options) -> Resolved:
     q, k, v = request.form.views(request.q, request.k, request.v)
     if not torch.compiler.is_compiling():
         check_tensors(q, k, v)
-        places = operands_of(request._replace(extras=_places(extras), operands=NO_OPERANDS))
+        places = operands_of(request._replace(extras=_places(extras), operands={}))
         mask = mask.of(q, k, places)
         check_places(mask, places, q.device)
         _check_cache(request, mask, k)
