@@ -25,6 +25,7 @@ from .call.request import (
     Request,
     new_options,
     new_request,
+    request_by,
     request_of,
     rounded_length,
     with_tensors,
@@ -281,20 +282,16 @@ def attention_packed(
     if _packed_observers and not torch.compiler.is_compiling():
         for observer in _packed_observers:
             observer(q, k, v, cu_seqlens_q, cu_seqlens_k, mask)
+    slots = (alibi, keep, sink, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, None, None, None, None)
+    options: Any = (mask, scale, softcap, scores, dropout, return_lse, return_max_logit, backend, precision)
     if not torch.compiler.is_compiling() and (answer := native.attend) is not None and operands is None:
         known: Tensor | tuple[Tensor, ...] | None = answer(
-            PACKED, q, k, v, alibi, keep, sink, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, None, None, None,
-            None, mask, scale, softcap, scores, dropout, return_lse, return_max_logit, backend, precision, max_seqlen_q,
-            max_seqlen_k, False,
-        )  # fmt: skip
+            PACKED, q, k, v, *slots, *options, max_seqlen_q, max_seqlen_k, False
+        )
         if known is not None:
             return known
-    request = request_of(
-        PACKED, q, k, v, mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, alibi=alibi, keep=keep, sink=sink,
-        seqused_k=seqused_k, leftpad_k=leftpad_k, scale=scale, softcap=softcap, scores=scores, operands=operands,
-        dropout=dropout, return_lse=return_lse, return_max_logit=return_max_logit, backend=backend, precision=precision,
-        max_q=_rounded("max_seqlen_q", max_seqlen_q), max_k=_rounded("max_seqlen_k", max_seqlen_k),
-    )  # fmt: skip
+    longest = _rounded("max_seqlen_q", max_seqlen_q), _rounded("max_seqlen_k", max_seqlen_k)
+    request = request_by(PACKED, q, k, v, slots, operands, (*options, *longest, False))
     return attend(request).asked(request.options)
 
 
@@ -379,21 +376,17 @@ def attention_cached(
     environment: then a call waits for the device, and raises for a length beyond the cache, or a page that does not
     exist. Without it they count as the nearest that do, and nothing outside the tensors is read.
     """
+    form = CACHED if cu_seqlens_q is None else CACHED_PACKED
+    slots = (alibi, keep, sink, cu_seqlens_q, None, None, None, lengths, starts, rows, page_table)
+    options: Any = (mask, scale, softcap, scores, dropout, return_lse, return_max_logit, backend, precision)
     if not torch.compiler.is_compiling() and (answer := native.attend) is not None and operands is None:
-        form = CACHED if cu_seqlens_q is None else CACHED_PACKED
         known: Tensor | tuple[Tensor, ...] | None = answer(
-            form, q, k, v, alibi, keep, sink, cu_seqlens_q, None, None, None, lengths, starts, rows, page_table, mask,
-            scale, softcap, scores, dropout, return_lse, return_max_logit, backend, precision, max_seqlen_q, 0,
-            batch_invariant,
-        )  # fmt: skip
+            form, q, k, v, *slots, *options, max_seqlen_q, 0, batch_invariant
+        )
         if known is not None:
             return known
-    request = cached_request(
-        q, k, v, lengths, page_table=page_table, starts=starts, rows=rows, cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=max_seqlen_q, mask=mask, scale=scale, softcap=softcap, alibi=alibi, keep=keep, sink=sink,
-        scores=scores, operands=operands, dropout=dropout, return_lse=return_lse, return_max_logit=return_max_logit,
-        batch_invariant=batch_invariant, backend=backend, precision=precision,
-    )  # fmt: skip
+    options += _rounded("max_seqlen_q", max_seqlen_q), 0, batch_invariant
+    request = request_by(form, q, k, v, slots, operands, options)
     return attend(request).asked(request.options)
 
 

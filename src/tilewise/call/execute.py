@@ -51,9 +51,6 @@ def attend(request: Request) -> Results:
         options = request.options
     if torch.compiler.is_compiling():
         return _traced(request)
-    if not request.form.differentiable and torch.is_grad_enabled():
-        with torch.no_grad():
-            return attend(request)
     call = find(request)
     if call is None:
         return _first(request)
@@ -92,7 +89,11 @@ def execute(call: Call, request: Request) -> Results:
         results = {}
     if form is not BHSD and (call.problem.needs_grad or not call.is_ours or call.lacks_memory):
         q, k, v = form.views(q, k, v)
-    out, lse = run(call, q, k, v, given, results)
+    if form.differentiable or call.is_ours:
+        out, lse = run(call, q, k, v, given, results)
+    else:
+        with torch.no_grad():
+            out, lse = run(call, q, k, v, given, results)
     if form is BHSD and results is None:
         return new_results((out, lse, None))
     return _in_form(request, out, lse, results)
@@ -136,8 +137,8 @@ def _first(request: Request) -> Results:
     if options.return_max_logit or request.form.is_inner:
         refuse_jit_trace("attention with return_max_logit, packed sequences or a cache")
     results: Reported = {} if options.return_max_logit else None
-    resolved = resolve(request)
-    out, lse = _by_state(request, resolved, results)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and request.form.differentiable):
+        out, lse = _by_state(request, resolve(request), results)
     return _in_form(request, out, lse, results)
 
 

@@ -244,6 +244,23 @@ def with_tensors(mask: MaskLike, **given: Tensor | None) -> tuple[Mask | str | N
     return mask, tensors_of(**given)
 
 
+def request_by(
+    form: Form,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slots: tuple[Tensor | None, ...],
+    operands: Operands | None,
+    options: tuple[Any, ...],
+) -> Request:
+    """The request with tensors in the order of SLOTS and options in that of `Options`."""
+    extras = {slot: tensor for slot, tensor in zip(SLOTS, slots, strict=True) if tensor is not None}
+    if isinstance(options[0], Tensor):
+        extras[MASK] = options[0]
+        options = (IS_TENSOR, *options[1:])
+    return new_request((form, q, k, v, extras, {} if operands is None else operands, new_options(options)))
+
+
 def request_of(
     form: Form,
     q: Tensor,
