@@ -134,8 +134,10 @@ def _traced(request: Request) -> Results:
 def _first(request: Request) -> Results:
     """A request that no Call is known for."""
     options = request.options
-    if options.return_max_logit or request.form.is_inner:
-        refuse_jit_trace("attention with return_max_logit, packed sequences or a cache")
+    if request.form.is_inner:
+        refuse_jit_trace("attention_" + request.form.name.partition("_")[0])
+    elif options.return_max_logit:
+        refuse_jit_trace("attention: return_max_logit")
     results: Reported = {} if options.return_max_logit else None
     with torch.set_grad_enabled(torch.is_grad_enabled() and request.form.differentiable):
         out, lse = _by_state(request, resolve(request), results)
