@@ -22,16 +22,17 @@ from .call.request import (
     OUT_BSHD,
     PACKED,
     MaskLike,
-    Options,
     Request,
     new_options,
     new_request,
+    request_by,
+    request_of,
     rounded_length,
     with_tensors,
 )
 from .call.resolve import reduced, resolve
 from .errors import InvalidInput, UnknownArgument
-from .operands import NO_OPERANDS, address
+from .operands import address
 from .plan import AUTO, Plan, plan
 from .problem import Layout, Precision, Problem, as_number, check_layout
 from .target import Target
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from .call.request import Form
+    from .operands import Operands
     from .scores import Term
 
 __all__ = [
@@ -149,46 +151,19 @@ def attention(
         )  # fmt: skip
         if known is not None:
             return known
-    request = _request(
-        form, q, k, v, mask, scale, softcap, alibi, keep, sink, scores, operands, dropout, return_lse,
-        return_max_logit, backend, precision,
-    )  # fmt: skip
-    results = attend(request)
-    return results.out if not (return_lse or return_max_logit) else results.asked(request.options)
-
-
-def _form(layout: Layout) -> Form:
-    check_layout(layout)
-    return BSHD if layout == "bshd" else BHSD
-
-
-def _request(
-    form: Form,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: MaskLike = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    alibi: Tensor | None = None,
-    keep: Tensor | None = None,
-    sink: Tensor | None = None,
-    scores: tuple[Term, ...] = (),
-    operands: Mapping[str, Tensor] | None = None,
-    dropout: float = 0.0,
-    return_lse: bool = False,
-    return_max_logit: bool = False,
-    backend: str = AUTO,
-    precision: Precision = "exact",
-) -> Request:
-    """What `attention` asks with these arguments."""
-    extras = NO_OPERANDS
+    extras: Operands = {}
     if alibi is not None or keep is not None or sink is not None or isinstance(mask, Tensor):
         mask, extras = with_tensors(mask, alibi=alibi, keep=keep, sink=sink)
     options = new_options(
         (mask, scale, softcap, scores, dropout, return_lse, return_max_logit, backend, precision, 0, 0, False)
     )
-    return new_request((form, q, k, v, extras, NO_OPERANDS if operands is None else operands, options))
+    results = attend(new_request((form, q, k, v, extras, {} if operands is None else operands, options)))
+    return results.asked(options) if return_lse or return_max_logit else results.out
+
+
+def _form(layout: Layout) -> Form:
+    check_layout(layout)
+    return BSHD if layout == "bshd" else BHSD
 
 
 def attention_out_bshd(
@@ -214,18 +189,19 @@ def attention_out_bshd(
         )  # fmt: skip
         if known is not None:
             return known
-    request = _request(
-        OUT_BSHD, q, k, v, mask, scale, softcap, None, keep, sink, scores, operands, dropout, False, False, AUTO
-    )
+    request = request_of(
+        OUT_BSHD, q, k, v, mask, scale=scale, softcap=softcap, keep=keep, sink=sink, scores=scores, operands=operands,
+        dropout=dropout, backend=AUTO,
+    )  # fmt: skip
     return attend(request).out
 
 
 def warm_up(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Plan:
-    """Do now what the first call of `attention` with such tensors and arguments does beside its work: plan, build the
-    kernels of both directions side by side, load them, and let native code know the call. Returns the plan.
+    """Do now what the first call of `attention` with such tensors and arguments does in addition to its work: plan,
+    build the kernels of both directions side by side, load them, and let native code know the call. Returns the plan.
 
-    The tensors are looked at for their shapes, strides, dtype, device and for what requires grad; none is read or
-    changed, and PyTorch's generators stay as they are. Before a CUDA graph is captured, this is what it needs.
+    Only the shapes, strides, dtype and device of the tensors count, and what requires grad: none is read or changed,
+    and PyTorch's generators stay as they are. Call it before a CUDA graph is captured.
     """
     chosen = explain(q, k, v, **arguments)
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -307,24 +283,17 @@ def attention_packed(
     if _packed_observers and not torch.compiler.is_compiling():
         for observer in _packed_observers:
             observer(q, k, v, cu_seqlens_q, cu_seqlens_k, mask)
+    slots = (alibi, keep, sink, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, None, None, None, None)
+    options: Any = (mask, scale, softcap, scores, dropout, return_lse, return_max_logit, backend, precision)
     if not torch.compiler.is_compiling() and (answer := native.attend) is not None and operands is None:
         known: Tensor | tuple[Tensor, ...] | None = answer(
-            PACKED, q, k, v, alibi, keep, sink, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, None, None, None,
-            None, mask, scale, softcap, scores, dropout, return_lse, return_max_logit, backend, precision, max_seqlen_q,
-            max_seqlen_k, False,
-        )  # fmt: skip
+            PACKED, q, k, v, *slots, *options, max_seqlen_q, max_seqlen_k, False
+        )
         if known is not None:
             return known
-    max_q, max_k = _rounded("max_seqlen_q", max_seqlen_q), _rounded("max_seqlen_k", max_seqlen_k)
-    mask, extras = with_tensors(
-        mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, alibi=alibi, keep=keep, sink=sink,
-        seqused_k=seqused_k, leftpad_k=leftpad_k,
-    )  # fmt: skip
-    options = Options(
-        mask, scale, softcap, scores, dropout, return_lse, return_max_logit, backend, precision, max_q, max_k
-    )
-    request = Request(PACKED, q, k, v, extras, NO_OPERANDS if operands is None else operands, options)
-    return attend(request).asked(options)
+    longest = _rounded("max_seqlen_q", max_seqlen_q), _rounded("max_seqlen_k", max_seqlen_k)
+    request = request_by(PACKED, q, k, v, slots, operands, (*options, *longest, False))
+    return attend(request).asked(request.options)
 
 
 def _rounded(name: str, length: int) -> int:
@@ -343,7 +312,7 @@ _observing = threading.Lock()
 
 @contextlib.contextmanager
 def observed_packed(observer: PackedObserver) -> Iterator[None]:
-    """Inside, `observer` is told of every call of `attention_packed`, of all threads, before it runs."""
+    """Inside, `observer` is called before every call of `attention_packed`, of all threads, with its arguments."""
     global _packed_observers
     with _observing:
         _packed_observers = (*_packed_observers, observer)
@@ -389,7 +358,7 @@ def attention_cached(
     lengths    int32 (batch,): sequence n has the places [0, lengths[n]) of its cache; without it, all.
     page_table int32 (batch, pages of a sequence): place p of sequence n is row p % page_size of page
                page_table[n, p // page_size]. Pages may be shared and in any order; entries behind the length are not
-               looked at.
+               read.
     starts     int32 (batch,): places before starts[n] are padding on the left, and no keys.
     rows       int32 (batch,): the row of the cache that is a sequence's.
     cu_seqlens_q  int32 (batch + 1,): queries of different numbers, behind one another, as in `attention_packed`; none
@@ -404,23 +373,21 @@ def attention_cached(
     Returns out shaped like q with v's head_dim; with return_lse=True also lse (batch, heads_q, seq_q), or
     (heads_q, total_q), in float32. A sequence of length 0 gives out = 0 and lse = -inf.
 
-    Tensors on a CPU are checked in every call. On a GPU nobody reads them, unless TILEWISE_CHECK is set in the
+    Tensors on a CPU are checked in every call. On a GPU no call reads them, unless TILEWISE_CHECK is set in the
     environment: then a call waits for the device, and raises for a length beyond the cache, or a page that does not
     exist. Without it they count as the nearest that do, and nothing outside the tensors is read.
     """
+    form = CACHED if cu_seqlens_q is None else CACHED_PACKED
+    slots = (alibi, keep, sink, cu_seqlens_q, None, None, None, lengths, starts, rows, page_table)
+    options: Any = (mask, scale, softcap, scores, dropout, return_lse, return_max_logit, backend, precision)
     if not torch.compiler.is_compiling() and (answer := native.attend) is not None and operands is None:
-        form = CACHED if cu_seqlens_q is None else CACHED_PACKED
         known: Tensor | tuple[Tensor, ...] | None = answer(
-            form, q, k, v, alibi, keep, sink, cu_seqlens_q, None, None, None, lengths, starts, rows, page_table, mask,
-            scale, softcap, scores, dropout, return_lse, return_max_logit, backend, precision, max_seqlen_q, 0,
-            batch_invariant,
-        )  # fmt: skip
+            form, q, k, v, *slots, *options, max_seqlen_q, 0, batch_invariant
+        )
         if known is not None:
             return known
-    request = cached_request(
-        q, k, v, lengths, page_table, starts, rows, cu_seqlens_q, max_seqlen_q, mask, scale, softcap, alibi, keep, sink,
-        scores, operands, dropout, return_lse, return_max_logit, batch_invariant, backend, precision,
-    )  # fmt: skip
+    options += _rounded("max_seqlen_q", max_seqlen_q), 0, batch_invariant
+    request = request_by(form, q, k, v, slots, operands, options)
     return attend(request).asked(request.options)
 
 
@@ -429,37 +396,16 @@ def cached_request(
     k: Tensor,
     v: Tensor,
     lengths: Tensor | None = None,
-    page_table: Tensor | None = None,
-    starts: Tensor | None = None,
-    rows: Tensor | None = None,
+    *,
     cu_seqlens_q: Tensor | None = None,
-    max_seqlen_q: int = 0,
     mask: MaskLike = "causal:bottom-right",
-    scale: float | None = None,
-    softcap: float = 0.0,
-    alibi: Tensor | None = None,
-    keep: Tensor | None = None,
-    sink: Tensor | None = None,
-    scores: tuple[Term, ...] = (),
-    operands: Mapping[str, Tensor] | None = None,
-    dropout: float = 0.0,
-    return_lse: bool = False,
-    return_max_logit: bool = False,
-    batch_invariant: bool = False,
-    backend: str = AUTO,
-    precision: Precision = "exact",
+    max_seqlen_q: int = 0,
+    **others: Any,
 ) -> Request:
     """What `attention_cached` asks with these arguments."""
-    mask, extras = with_tensors(
-        mask, cu_seqlens_q=cu_seqlens_q, lengths=lengths, starts=starts, rows=rows, page_table=page_table, alibi=alibi,
-        keep=keep, sink=sink,
-    )  # fmt: skip
-    options = Options(
-        mask, scale, softcap, scores, dropout, return_lse, return_max_logit, backend, precision,
-        _rounded("max_seqlen_q", max_seqlen_q), 0, batch_invariant,
-    )  # fmt: skip
     form = CACHED if cu_seqlens_q is None else CACHED_PACKED
-    return Request(form, q, k, v, extras, NO_OPERANDS if operands is None else operands, options)
+    max_q = _rounded("max_seqlen_q", max_seqlen_q)
+    return request_of(form, q, k, v, mask, cu_seqlens_q=cu_seqlens_q, lengths=lengths, max_q=max_q, **others)
 
 
 def explain_cached(
@@ -499,7 +445,7 @@ def explain(
         if name not in _ARGUMENTS and name not in _ASKED:
             raise _unknown("explain", name)
     form = _form(arguments.pop("layout", "bhsd"))
-    resolved = resolve(reduced(_request(form, problem, k, v, **arguments)))
+    resolved = resolve(reduced(request_of(form, problem, k, v, **arguments)))
     transformed = is_transformed(problem, k, v, *resolved.operands.values())
     return plan(resolved.problem().with_(transformed=transformed), resolve_target(target, problem.device), backend)
 

@@ -128,8 +128,8 @@ def attention_appended(
     """`append`, and `attention_cached` of what it returns. Nothing is written before the arguments of both are checked,
     in a compiled graph those of `append`."""
     request = cached_request(
-        q, k_cache, v_cache, lengths, page_table, starts, rows, None, 0, mask, scale, softcap, alibi,
-        return_lse=return_lse, batch_invariant=batch_invariant,
+        q, k_cache, v_cache, lengths, page_table=page_table, starts=starts, rows=rows, mask=mask, scale=scale,
+        softcap=softcap, alibi=alibi, return_lse=return_lse, batch_invariant=batch_invariant,
     )  # fmt: skip
     to_append = (q, k, v, k_cache, v_cache, cos, sin, lengths, rows, page_table)
     with torch.no_grad():

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .call.execute import attend
-from .call.request import BHSD, BSD, Options, Request, with_tensors
+from .call.request import BHSD, BSD, Request, new_options, new_request, with_tensors
 from .errors import InvalidInput
 from .masks import Causal, Full
-from .operands import NO_OPERANDS
 from .plan import AUTO, plan
 from .problem import describe, shown
 from .target import Target
@@ -64,18 +63,18 @@ def scaled_dot_product_attention(
             "attn_mask", "a mask together with is_causal=True", "one of the two", "fold the causal rule into the mask"
         )
     return attend(
-        request_of(query, key, value, torch_mask(without_repeats(attn_mask), is_causal), dropout_p, scale)
+        sdpa_request(query, key, value, torch_mask(without_repeats(attn_mask), is_causal), dropout_p, scale)
     ).out
 
 
-def request_of(
+def sdpa_request(
     query: Tensor, key: Tensor, value: Tensor, mask: MaskLike, dropout: float, scale: float | None, backend: str = AUTO
 ) -> Request:
     """What the function asks with these arguments. Of (batch, seq, dim) tensors the batch takes the place of the heads,
     which a mask (batch, L, S) fits."""
-    mask, extras = with_tensors(mask)
-    options = Options(mask, scale, dropout=dropout, backend=backend)
-    return Request(BSD if query.ndim == 3 else BHSD, query, key, value, extras, NO_OPERANDS, options)
+    rule, extras = with_tensors(mask)
+    options = new_options((rule, scale, 0.0, (), dropout, False, False, backend, "exact", 0, 0, False))
+    return new_request((BSD if query.ndim == 3 else BHSD, query, key, value, extras, {}, options))
 
 
 def _torch_differentiates(

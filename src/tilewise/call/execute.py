@@ -52,9 +52,6 @@ def attend(request: Request) -> Results:
         options = request.options
     if torch.compiler.is_compiling():
         return _traced(request)
-    if not request.form.differentiable and torch.is_grad_enabled():
-        with torch.no_grad():
-            return attend(request)
     call = find(request)
     if call is None:
         return _first(request)
@@ -93,7 +90,11 @@ def execute(call: Call, request: Request) -> Results:
         results = {}
     if form is not BHSD and (call.problem.needs_grad or not call.is_ours or call.lacks_memory):
         q, k, v = form.views(q, k, v)
-    out, lse = run(call, q, k, v, given, results)
+    if form.differentiable or call.is_ours:
+        out, lse = run(call, q, k, v, given, results)
+    else:
+        with torch.no_grad():
+            out, lse = run(call, q, k, v, given, results)
     if form is BHSD and results is None:
         return new_results((out, lse, None))
     return _in_form(request, out, lse, results)
@@ -134,11 +135,13 @@ def _traced(request: Request) -> Results:
 def _first(request: Request) -> Results:
     """A request that no Call is known for."""
     options = request.options
-    if options.return_max_logit or request.form.is_inner:
-        refuse_jit_trace("attention with return_max_logit, packed sequences or a cache")
+    if request.form.is_inner:
+        refuse_jit_trace("attention_" + request.form.name.partition("_")[0])
+    elif options.return_max_logit:
+        refuse_jit_trace("attention: return_max_logit")
     results: Reported = {} if options.return_max_logit else None
-    resolved = resolve(request)
-    out, lse = _by_state(request, resolved, results)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and request.form.differentiable):
+        out, lse = _by_state(request, resolve(request), results)
     return _in_form(request, out, lse, results)
 
 

@@ -14,7 +14,6 @@ import torch
 
 from .. import masks
 from ..masks import Mask
-from ..operands import NO_OPERANDS, Operands
 from ..plan import AUTO
 from ..problem import Layout, Precision, check_tensors, mask_operands, memory_order
 from ..scores import parse_all, text_of
@@ -22,6 +21,7 @@ from ..scores import parse_all, text_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ..operands import Operands
     from ..problem import Problem
     from ..scores import Term
 
@@ -195,7 +195,8 @@ class Lowered(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A call before anything is decided. `extras`: by slot; `operands`: those that the terms of its options read.
+    """A call before anything is decided. `extras`: by slot; `operands`: those that the terms of its options read; both
+    are dictionaries, which traces need.
 
     Of the form OPERATOR the options are `Lowered`.
     """
@@ -233,8 +234,7 @@ new_results: Callable[[tuple[Any, ...]], Results] = functools.partial(tuple.__ne
 
 def tensors_of(**given: Tensor | None) -> Operands:
     """Those of the slots that a call has."""
-    found = {name: tensor for name, tensor in given.items() if tensor is not None}
-    return found or NO_OPERANDS
+    return {name: tensor for name, tensor in given.items() if tensor is not None}
 
 
 def with_tensors(mask: MaskLike, **given: Tensor | None) -> tuple[Mask | str | None, Operands]:
@@ -242,6 +242,39 @@ def with_tensors(mask: MaskLike, **given: Tensor | None) -> tuple[Mask | str | N
     if isinstance(mask, Tensor):
         return IS_TENSOR, {MASK: mask, **tensors_of(**given)}
     return mask, tensors_of(**given)
+
+
+def request_by(
+    form: Form,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slots: tuple[Tensor | None, ...],
+    operands: Operands | None,
+    options: tuple[Any, ...],
+) -> Request:
+    """The request with tensors in the order of SLOTS and options in that of `Options`."""
+    extras = {slot: tensor for slot, tensor in zip(SLOTS, slots, strict=True) if tensor is not None}
+    if isinstance(options[0], Tensor):
+        extras[MASK] = options[0]
+        options = (IS_TENSOR, *options[1:])
+    return new_request((form, q, k, v, extras, {} if operands is None else operands, new_options(options)))
+
+
+def request_of(
+    form: Form,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: MaskLike = None,
+    *,
+    operands: Operands | None = None,
+    **given: Any,
+) -> Request:
+    """The request with these slots and options, by their names."""
+    slots = {name: given.pop(name) for name in SLOTS if name in given}
+    rule, extras = with_tensors(mask, **slots)
+    return Request(form, q, k, v, extras, {} if operands is None else operands, Options(rule, **given))
 
 
 def operands_of(request: Request) -> dict[str, Tensor]:

@@ -10,7 +10,6 @@ import torch
 from .. import masks
 from ..errors import InvalidInput, UnsupportedProblem
 from ..masks import Cached, Causal, Documents, Full, Mask, Packed, Window
-from ..operands import NO_OPERANDS, Operands
 from ..plan import check_backend
 from ..problem import (
     as_number,
@@ -32,6 +31,7 @@ from ..terms import Alibi, Dropout, RelativeBias
 from .request import IS_TENSOR, MASK, PACKED, Lowered, Options, operands_of
 
 if TYPE_CHECKING:
+    from ..operands import Operands
     from ..problem import Layout, Problem
     from ..scores import Term
     from .request import MaskLike, Request
@@ -112,11 +112,12 @@ def drawn_seed(device: torch.device) -> Tensor:
 
 def reduced(request: Request) -> Request:
     """The request whose mask holds no tensors: split into a band, a term and operands, or merged with `keep`."""
-    extras, options = request.extras, request.options
-    if MASK in extras and "keep" in extras:
+    if request.form.is_inner:  # of which `resolve` refuses these masks
+        return request
+    if MASK in request.extras and "keep" in request.extras:
         return _merge_keep(request)
-    mask: Any = options.mask
-    if isinstance(mask, Mask) and mask.holds_tensors and not request.form.is_inner:
+    mask: Any = request.options.mask
+    if isinstance(mask, Mask) and mask.holds_tensors:
         return _split_tensor_mask(request, mask)
     return request
 
@@ -203,7 +204,7 @@ def _resolved(
         if tensor.is_nested:
             raise InvalidInput(name, "a nested tensor", "a strided tensor", "pad it")
     if extras:
-        own = operands_of(request._replace(extras=extras, operands=NO_OPERANDS))
+        own = operands_of(request._replace(extras=extras, operands={}))
         operands = {**own, **operands}
     form = request.form
     ordered = _in_order(mask, scores, operands)
@@ -211,8 +212,6 @@ def _resolved(
 
 
 def _check_operands_type(operands: object) -> None:
-    if operands is NO_OPERANDS:
-        return
     if isinstance(operands, dict) and all(isinstance(name, str) for name in operands):
         for name, tensor in operands.items():
             if not isinstance(tensor, Tensor):
@@ -326,7 +325,7 @@ def _resolve_cached(request: Request, options: Options) -> Resolved:
     q, k, v = request.form.views(request.q, request.k, request.v)
     if not torch.compiler.is_compiling():
         check_tensors(q, k, v)
-        places = operands_of(request._replace(extras=_places(extras), operands=NO_OPERANDS))
+        places = operands_of(request._replace(extras=_places(extras), operands={}))
         mask = mask.of(q, k, places)
         check_places(mask, places, q.device)
         _check_cache(request, mask, k)

@@ -25,7 +25,7 @@ from ...memo import Memo, on_invalidate
 from ...operands import address
 from ...plan import AUTO, plan
 from ...target import Target
-from ...torch_function import left_to_torch, only_torch_defines, request_of, torch_mask, without_repeats
+from ...torch_function import left_to_torch, only_torch_defines, sdpa_request, torch_mask, without_repeats
 from ...torch_kernels import gates
 from ...torch_seam.switches import has_tangent
 from .report import record
@@ -177,7 +177,7 @@ def _request(rule: Decider, arguments: tuple[Any, ...]) -> Request:
     """What a call asks if it is taken."""
     query, key, value, attn_mask, dropout_p, is_causal, scale = arguments[:7]
     mask = torch_mask(without_repeats(attn_mask), is_causal)
-    return request_of(query, key, value, mask, dropout_p, scale, rule.backend)
+    return sdpa_request(query, key, value, mask, dropout_p, scale, rule.backend)
 
 
 def _signature(rule: Decider, arguments: Arguments, switches: _Switches) -> Any:
