@@ -248,6 +248,16 @@ def test_the_list_of_commands_needs_no_pytorch() -> None:
         assert any(line.startswith(f"  {name} ") and later.get_short_help_str()[:15] in line for line in shown), name
 
 
+def test_pages_are_loaded_where_one_is_written() -> None:
+    commands: Any = typer.main.get_command(app)
+    modules = [f"tilewise.lab.commands.{name}" for name in commands.commands]
+    code = f"import sys\nfrom importlib import import_module\nfor name in {modules}: import_module(name)\n"
+    code += "print([name for name in sys.modules if name.startswith('tilewise.lab.render')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    drawing = {f"'tilewise.lab.render.{name}'" for name in ("blocks", "charts", "html", "pages", "style")}
+    assert not any(name in done.stdout for name in drawing), done.stdout
+
+
 def test_programs_that_the_command_runs_find_every_public_name() -> None:
     code = "import sys; sys.argv = ['tilewise']; import tilewise; print('torch' in sys.modules); "
     code += (

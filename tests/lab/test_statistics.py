@@ -183,8 +183,6 @@ def test_looks_grow_and_end_at_the_most() -> None:
     assert list(statistics.looks(7, 47)) == [7, 11, 17, 26, 39, 47]
     assert list(statistics.looks(7, 7)) == [7]
     assert list(statistics.looks(7, 3)) == [3]
-    assert statistics.looks_until(17, 7) == 3
-    assert statistics.looks_until(7, 7) == 1
 
 
 # Two-sided quantiles of Student's t, from printed tables.

@@ -164,11 +164,6 @@ def looks(first: int, max_rounds: int) -> Iterator[int]:
     yield rounds
 
 
-def looks_until(rounds: int, first: int) -> int:
-    """How many of these looks had been taken when there were so many rounds."""
-    return sum(1 for _ in looks(first, max(rounds, first)))
-
-
 def _location(values: list[float]) -> tuple[float, float, int]:
     """The trimmed mean, its standard error, and the degrees of freedom."""
     count, ordered = len(values), sorted(values)

@@ -102,10 +102,6 @@ def _(block: Ratios) -> Markup:
     return Markup("".join(parts))
 
 
-def _with_interval(one: Line) -> Markup:
-    return Markup(f'{html.text(one.text)} <span class="aside">{html.text(one.aside)}</span>')
-
-
 @draw.register
 def _(block: Roofline) -> Markup:
     dots = [dot._replace(kind=dot.kind or kind_of(dot.name)) for dot in block.dots]
