@@ -83,7 +83,7 @@ class Family(NamedTuple):
 
     def config(self, problem: Problem, changes: dict[str, Any], target: Target = H200) -> Any:
         """The first of its forward's configs, or that of so many consumers, with changes."""
-        forward = self.backend.forward_families()[self.is_wide]  # few rows have another family too
+        forward = self.backend.forwards[-2 if self.is_wide else -1]  # few rows have another family too
         configs = forward.configs(forward_posed(problem, forward), target)
         asked = changes.get("consumers")
         same = [config for config in configs if asked is None or config.consumers == asked]

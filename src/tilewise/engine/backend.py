@@ -1,4 +1,4 @@
-"""A backend of the planner made of families: forward and backward, of 16 bits and of float32, and of few queries."""
+"""A backend of the planner made of families, each of one direction and of some problems."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Family(Protocol):
 
     A forward's `program` takes (problem, target, config), a backward's also which gradients are wanted. One whose
     kernels go by a tile map has `MASK_LINES`, what a line of the bits of a mask belongs to in them; a backward that
-    makes gradients of operands without any of q, k and v has `MAKES_OPERANDS_ALONE`. A forward may
-    have `notices(problem)`, what a user should know of it; one that refuses more than its backend `why_not(problem,
-    target)`; one whose `configs` depend on lengths `for_any_length`; and one whose entries in the user's table have
-    another key than Direction gives them `tuning_key(problem)`.
+    makes gradients of operands without any of q, k and v has `MAKES_OPERANDS_ALONE`. One for some problems only has
+    `takes(problem)`. A forward may have `notices(problem)`, what a user should know of it; one that refuses more than
+    its backend `why_not(problem, target)`; one whose `configs` depend on lengths `for_any_length`; and one whose
+    entries in the user's table have another key than Direction gives them `tuning_key(problem)`.
     """
 
     Config: Any
@@ -62,6 +62,10 @@ def _packed(problem: Problem, family: Any) -> Problem:
     return packed(problem, lines) if lines else problem
 
 
+def _first_taking(families: tuple[Any, ...], problem: Problem) -> Any:
+    return next((family for family in families[:-1] if family.takes(problem)), families[-1])
+
+
 def _taking(problem: Problem, configs: list[Any]) -> list[Any]:
     """Those of the configs whose kernels have registers for the sequences of the problem."""
     packed_rows = isinstance(problem.mask, Packed)
@@ -85,7 +89,7 @@ class Direction:
 
     @property
     def config_types(self) -> tuple[Any, ...]:
-        families = self._backend.backward_families() if self._number else self._backend.forward_families()
+        families = self._backend.backwards if self._number else self._backend.forwards
         return tuple(family.Config for family in families)
 
     def why_not(self, problem: Problem, target: Target) -> list[Reason]:
@@ -176,21 +180,20 @@ class Direction:
 
 
 class Fused:
-    """The functions of a backend (see `tilewise.backend`), and the programs that the planner puts into a Plan."""
+    """The functions of a backend (see `tilewise.backend`), and the programs that the planner puts into a Plan.
+
+    A problem runs in the first family of each direction that takes it; the last one takes all that the others leave.
+    """
 
     def __init__(
         self,
         name: str,
         refuse: Callable[[Problem, Target], list[Reason]],
-        forward: Any,
-        backward: Any,
-        float32_forward: Any,
-        float32_backward: Any,
-        decode: Any,
+        forwards: tuple[Any, ...],
+        backwards: tuple[Any, ...],
     ) -> None:
-        self.name, self._refuse, self._decode = name, refuse, decode
-        self._narrow: tuple[Any, Any] = (forward, backward)
-        self._wide: tuple[Any, Any] = (float32_forward, float32_backward)
+        self.name, self._refuse = name, refuse
+        self.forwards, self.backwards = forwards, backwards
         self.forward_direction, self.backward_direction = Direction(self, 0), Direction(self, 1)
 
     def __repr__(self) -> str:
@@ -198,25 +201,14 @@ class Fused:
 
     def families(self, problem: Problem) -> tuple[Any, Any]:
         """The forward and the backward of a problem."""
-        forward, backward = self._wide if rules.is_float32(problem) else self._narrow
-        return (self._decode if self._decode.takes(problem) else forward), backward
-
-    def every_family(self) -> tuple[Any, ...]:
-        """Forward and backward of 16 bits, then of float32; and the forward of few queries."""
-        return (*self._narrow, *self._wide, self._decode)
-
-    def forward_families(self) -> tuple[Any, ...]:
-        return self._narrow[0], self._wide[0], self._decode
-
-    def backward_families(self) -> tuple[Any, ...]:
-        return self._narrow[1], self._wide[1]
+        return _first_taking(self.forwards, problem), _first_taking(self.backwards, problem)
 
     def _forward_of(self, problem: Problem, config: Any) -> Any:
         """The family whose config this is: one that is asked for by name may be another than the problem's."""
         own = self.families(problem)[0]
         if isinstance(config, own.Config):
             return own
-        return next((one for one in self.forward_families() if isinstance(config, one.Config)), own)
+        return next((one for one in self.forwards if isinstance(config, one.Config)), own)
 
     def why_not(self, problem: Problem, target: Target) -> list[Reason]:
         """Reasons of the backend as a whole, then of the families; of those only what no other reason covers."""
@@ -273,7 +265,7 @@ class Fused:
 
     @property
     def Config(self) -> Any:  # noqa: N802  (as a module has it)
-        return self._narrow[0].Config
+        return self.forwards[-1].Config
 
     @property
     def config_types(self) -> tuple[Any, ...]:
@@ -287,7 +279,7 @@ class Fused:
 
     def unit(self, config: Any, arch: str = "") -> Unit:
         """The main kernel of a config: for the family's own architecture, else for this one, or the current GPU's."""
-        family = next(one for one in self.every_family() if isinstance(config, one.Config))
+        family = next(one for one in (*self.forwards, *self.backwards) if isinstance(config, one.Config))
         return family.unit(config, getattr(family, "ARCH", "") or arch or Target.of("cuda").arch)  # type: ignore[no-any-return]
 
     def details(self, problem: Problem, target: Target, config: Any) -> list[str]:
