@@ -113,6 +113,7 @@ PURE = {
     "params",
     "policy",
     "program",
+    "registers",
     "rules",
     "source",
     "tile_map",

@@ -47,14 +47,14 @@ class Family(Protocol):
     def configs(self, problem: Problem, target: Target, /) -> list[Any]: ...
 
 
-def forward_posed(problem: Problem, family: Any) -> Problem:
+def forward_lowered(problem: Problem, family: Any) -> Problem:
     """The problem as a forward of the family is made for it."""
-    return _packed(rules.one_sided(rules.posed(problem, ())), family)
+    return _packed(rules.specialise_causal_alibi(rules.lowered(problem, ())), family)
 
 
-def backward_posed(problem: Problem, wants: Iterable[str], family: Any) -> Problem:
+def backward_lowered(problem: Problem, wants: Iterable[str], family: Any) -> Problem:
     """The problem as a backward of the family, for these gradients, is made for it."""
-    return _packed(rules.one_sided(rules.posed(problem, wants)), family)
+    return _packed(rules.specialise_causal_alibi(rules.lowered(problem, wants)), family)
 
 
 def _packed(problem: Problem, family: Any) -> Problem:
@@ -81,11 +81,11 @@ class Direction:
     def _family(self, problem: Problem) -> Any:
         return self._backend.families(problem)[self._number]
 
-    def _posed(self, problem: Problem) -> Problem:
+    def _lowered(self, problem: Problem) -> Problem:
         family = self._family(problem)
-        return (
-            backward_posed(problem, problem.operand_grads, family) if self._number else forward_posed(problem, family)
-        )
+        if self._number:
+            return backward_lowered(problem, problem.operand_grads, family)
+        return forward_lowered(problem, family)
 
     @property
     def config_types(self) -> tuple[Any, ...]:
@@ -102,12 +102,12 @@ class Direction:
 
     def shipped(self, problem: Problem, target: Target) -> list[Any]:
         """The configs that nothing measured on this machine has changed, best first."""
-        problem = self._posed(problem)
+        problem = self._lowered(problem)
         return _taking(problem, sequences.configs(self._family(problem).configs, problem, target))
 
     def for_any_length(self, problem: Problem, target: Target) -> list[Any]:
         """The configs that ship for such heads and masks."""
-        problem = self._posed(problem)
+        problem = self._lowered(problem)
         family = self._family(problem)
         return _taking(problem, sequences.configs(getattr(family, "for_any_length", family.configs), problem, target))
 
@@ -138,7 +138,7 @@ class Direction:
 
     def tuning_key(self, problem: Problem) -> tuple[dict[str, Any], dict[str, int]]:
         """What an entry of the user's table must agree with, and the sizes it was measured at."""
-        problem = sequences.as_batch(self._posed(problem))
+        problem = sequences.as_batch(self._lowered(problem))
         family = self._family(problem)
         if hasattr(family, "tuning_key"):
             return family.tuning_key(problem)  # type: ignore[no-any-return]
@@ -212,9 +212,9 @@ class Fused:
 
     def why_not(self, problem: Problem, target: Target) -> list[Reason]:
         """Reasons of the backend as a whole, then of the families; of those only what no other reason covers."""
-        displaced = rules.displaced(problem)
-        problem = rules.posed(problem, problem.operand_grads)
-        reasons = [*displaced, *self._refuse(problem, target)]
+        unplaced = rules.packed_refusals(problem)
+        problem = rules.lowered(problem, problem.operand_grads)
+        reasons = [*unplaced, *self._refuse(problem, target)]
         if rules.too_wide(problem) or problem.dtype not in rules.DTYPES:
             return reasons
         forward, backward = self.families(problem)
@@ -248,13 +248,13 @@ class Fused:
     def program(self, problem: Problem, target: Target, config: Any) -> Program:
         """What a forward launches."""
         family = self._forward_of(problem, config)
-        return family.program(forward_posed(problem, family), target, config)  # type: ignore[no-any-return]
+        return family.program(forward_lowered(problem, family), target, config)  # type: ignore[no-any-return]
 
     def backward_program(self, problem: Problem, target: Target, config: Any, wants: Wants | None = None) -> Program:
         """What a backward launches; without `wants`, one of all gradients that the problem needs."""
         wants = ALL.union(problem.operand_grads) if wants is None else wants
         family = self.families(problem)[1]
-        return family.program(backward_posed(problem, wants, family), target, config, wants)  # type: ignore[no-any-return]
+        return family.program(backward_lowered(problem, wants, family), target, config, wants)  # type: ignore[no-any-return]
 
     def makes_operands_alone(self, problem: Problem) -> bool:
         """Whether a backward may make gradients of operands without any of q, k and v."""

@@ -10,7 +10,7 @@ import torch
 
 from ..errors import InvalidInput
 from ..operands import Operand
-from ..scores import Registers, Term
+from ..scores import Term
 from .shared import members
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ class Dropout(Term):
 
     kind: ClassVar[str] = "dropout"
     transforms: ClassVar[bool] = False
-    max_plain_heads: ClassVar[int] = 192
 
     probability: float
 
@@ -70,14 +69,6 @@ class Dropout(Term):
     @property
     def cpp_source(self) -> str:
         return '#include "common/terms/dropout.cuh"'
-
-    @property
-    def registers(self) -> Registers:
-        return Registers(0, 16)
-
-    @property
-    def fits_plain_tiles(self) -> frozenset[str]:
-        return frozenset({"sm90"})
 
     @property
     def operands(self) -> dict[str, type[Any]]:
