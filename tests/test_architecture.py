@@ -125,6 +125,7 @@ PURE = {
     "params",
     "policy",
     "program",
+    "registers",
     "rules",
     "source",
     "tile_map",

@@ -25,7 +25,7 @@ from term_cases import (
 )
 from tilewise import Causal, Full, Window
 from tilewise.engine import SM80, SM90
-from tilewise.engine.rules import one_sided
+from tilewise.engine.rules import specialise_causal_alibi
 from tilewise.scores import Softcap
 from tilewise.terms import Alibi, Dropout, RelativeBias, Sink
 from tilewise.terms.alibi import OneSidedAlibi
@@ -122,7 +122,7 @@ def test_signs_of_distances_are_looked_at_where_both_are_seen(
     mask: Any, rows: int, keys: int, is_one_sided: bool
 ) -> None:
     case = case_of(BF16, 64, mask, (Alibi(),), slopes_of, seq_q=rows, seq_kv=keys)
-    found = one_sided(case.problem)
+    found = specialise_causal_alibi(case.problem)
     distances = torch.arange(rows)[:, None] + (keys - rows) - torch.arange(keys)
     seen = mask.to_bool(range(rows), range(keys), rows, keys, "cpu")
     assert bool((distances[seen] >= 0).all()) == is_one_sided

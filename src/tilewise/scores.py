@@ -135,13 +135,6 @@ class Rows(NamedTuple):
         return error.masked_fill(lse == -torch.inf, 0.0)
 
 
-class Registers(NamedTuple):
-    """About how many of a thread, in a forward and in a backward."""
-
-    forward: int
-    backward: int
-
-
 class Term:
     """What all terms share. A subclass is a frozen dataclass of numbers with a `kind`, and defines what it means."""
 
@@ -152,8 +145,6 @@ class Term:
     narrows: ClassVar[bool] = False  # it hides by spans: kernels leave out tiles outside them
     hides_band: ClassVar[bool] = False  # its struct hides what the band hides as well
     joins_rows: ClassVar[bool] = False  # a logit joins their sums
-    fits_plain_window: ClassVar[bool] = False  # on Hopper it fits the tiles of kernels for windows without terms
-    max_plain_heads: ClassVar[int] = 256  # the largest heads for which it fits Hopper's tiles of kernels without terms
     adds_line: ClassVar[bool] = False  # it adds what is linear along a row, but for a bend: its struct says so
     magnifies_delta: ClassVar[Wants] = frozenset()  # the operands whose gradients have its error many times over
     takes_packed: ClassVar[bool] = False  # its struct goes by the lengths of a packed sequence
@@ -258,6 +249,14 @@ class Term:
         """The term whose struct makes the gradients of these of its operands, and no others."""
         return self
 
+    def ordered(self) -> Term:
+        """The term of a backward whose sums must not depend on the order in which warps come."""
+        return self
+
+    def one_sided(self) -> Term:
+        """The term for kernels whose queries see no key behind the last position that they stand at."""
+        return self
+
     def why_not(self, problem: Asked) -> str:
         """Why its struct does not serve the problem; empty where it does."""
         return ""
@@ -278,16 +277,6 @@ class Term:
     def suffix(self) -> str:
         """Of the name of a kernel with this term: different for different structs."""
         return self.kind
-
-    @property
-    def registers(self) -> Registers:
-        """What its kernels need beside what a softcap takes: families choose smaller tiles."""
-        return Registers(0, 0)
-
-    @property
-    def fits_plain_tiles(self) -> frozenset[str]:
-        """The architectures whose 16-bit kernels have registers for it in the tiles of those without terms."""
-        return frozenset()
 
     @property
     def operands(self) -> dict[str, type[Any]]:

@@ -16,7 +16,7 @@ import emulation
 from support import assert_near, exact, in_order, make_inputs, make_problem, rounding_budget, wanted
 from tilewise import Causal, Full, Target, Window
 from tilewise.engine import SM80, SM90
-from tilewise.engine.backend import forward_posed
+from tilewise.engine.backend import forward_lowered
 from tilewise.target import TARGETS
 
 if TYPE_CHECKING:
@@ -83,8 +83,8 @@ class Family(NamedTuple):
 
     def config(self, problem: Problem, changes: dict[str, Any], target: Target = H200) -> Any:
         """The first of its forward's configs, or that of so many consumers, with changes."""
-        forward = self.backend.forward_families()[self.is_wide]  # few rows have another family too
-        configs = forward.configs(forward_posed(problem, forward), target)
+        forward = self.backend.forwards[-2 if self.is_wide else -1]  # few rows have another family too
+        configs = forward.configs(forward_lowered(problem, forward), target)
         asked = changes.get("consumers")
         same = [config for config in configs if asked is None or config.consumers == asked]
         return replace((same or configs)[0], **changes)

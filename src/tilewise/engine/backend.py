@@ -1,4 +1,4 @@
-"""A backend of the planner made of families: forward and backward, of 16 bits and of float32, and of few queries."""
+"""A backend of the planner made of families, each of one direction and of some problems."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Family(Protocol):
 
     A forward's `program` takes (problem, target, config), a backward's also which gradients are wanted. One whose
     kernels go by a tile map has `MASK_LINES`, what a line of the bits of a mask belongs to in them; a backward that
-    makes gradients of operands without any of q, k and v has `MAKES_OPERANDS_ALONE`. A forward may
-    have `notices(problem)`, what a user should know of it; one that refuses more than its backend `why_not(problem,
-    target)`; one whose `configs` depend on lengths `for_any_length`; and one whose entries in the user's table have
-    another key than Direction gives them `tuning_key(problem)`.
+    makes gradients of operands without any of q, k and v has `MAKES_OPERANDS_ALONE`. One for some problems only has
+    `takes(problem)`. A forward may have `notices(problem)`, what a user should know of it; one that refuses more than
+    its backend `why_not(problem, target)`; one whose `configs` depend on lengths `for_any_length`; and one whose
+    entries in the user's table have another key than Direction gives them `tuning_key(problem)`.
     """
 
     Config: Any
@@ -47,19 +47,23 @@ class Family(Protocol):
     def configs(self, problem: Problem, target: Target, /) -> list[Any]: ...
 
 
-def forward_posed(problem: Problem, family: Any) -> Problem:
+def forward_lowered(problem: Problem, family: Any) -> Problem:
     """The problem as a forward of the family is made for it."""
-    return _packed(rules.one_sided(rules.posed(problem, ())), family)
+    return _packed(rules.specialise_causal_alibi(rules.lowered(problem, ())), family)
 
 
-def backward_posed(problem: Problem, wants: Iterable[str], family: Any) -> Problem:
+def backward_lowered(problem: Problem, wants: Iterable[str], family: Any) -> Problem:
     """The problem as a backward of the family, for these gradients, is made for it."""
-    return _packed(rules.one_sided(rules.posed(problem, wants)), family)
+    return _packed(rules.specialise_causal_alibi(rules.lowered(problem, wants)), family)
 
 
 def _packed(problem: Problem, family: Any) -> Problem:
     lines = getattr(family, "MASK_LINES", "")
     return packed(problem, lines) if lines else problem
+
+
+def _first_taking(families: tuple[Any, ...], problem: Problem) -> Any:
+    return next((family for family in families[:-1] if family.takes(problem)), families[-1])
 
 
 def _taking(problem: Problem, configs: list[Any]) -> list[Any]:
@@ -77,15 +81,15 @@ class Direction:
     def _family(self, problem: Problem) -> Any:
         return self._backend.families(problem)[self._number]
 
-    def _posed(self, problem: Problem) -> Problem:
+    def _lowered(self, problem: Problem) -> Problem:
         family = self._family(problem)
-        return (
-            backward_posed(problem, problem.operand_grads, family) if self._number else forward_posed(problem, family)
-        )
+        if self._number:
+            return backward_lowered(problem, problem.operand_grads, family)
+        return forward_lowered(problem, family)
 
     @property
     def config_types(self) -> tuple[Any, ...]:
-        families = self._backend.backward_families() if self._number else self._backend.forward_families()
+        families = self._backend.backwards if self._number else self._backend.forwards
         return tuple(family.Config for family in families)
 
     def why_not(self, problem: Problem, target: Target) -> list[Reason]:
@@ -98,12 +102,12 @@ class Direction:
 
     def shipped(self, problem: Problem, target: Target) -> list[Any]:
         """The configs that nothing measured on this machine has changed, best first."""
-        problem = self._posed(problem)
+        problem = self._lowered(problem)
         return _taking(problem, sequences.configs(self._family(problem).configs, problem, target))
 
     def for_any_length(self, problem: Problem, target: Target) -> list[Any]:
         """The configs that ship for such heads and masks."""
-        problem = self._posed(problem)
+        problem = self._lowered(problem)
         family = self._family(problem)
         return _taking(problem, sequences.configs(getattr(family, "for_any_length", family.configs), problem, target))
 
@@ -134,7 +138,7 @@ class Direction:
 
     def tuning_key(self, problem: Problem) -> tuple[dict[str, Any], dict[str, int]]:
         """What an entry of the user's table must agree with, and the sizes it was measured at."""
-        problem = sequences.as_batch(self._posed(problem))
+        problem = sequences.as_batch(self._lowered(problem))
         family = self._family(problem)
         if hasattr(family, "tuning_key"):
             return family.tuning_key(problem)  # type: ignore[no-any-return]
@@ -176,21 +180,20 @@ class Direction:
 
 
 class Fused:
-    """The functions of a backend (see `tilewise.backend`), and the programs that the planner puts into a Plan."""
+    """The functions of a backend (see `tilewise.backend`), and the programs that the planner puts into a Plan.
+
+    A problem runs in the first family of each direction that takes it; the last one takes all that the others leave.
+    """
 
     def __init__(
         self,
         name: str,
         refuse: Callable[[Problem, Target], list[Reason]],
-        forward: Any,
-        backward: Any,
-        float32_forward: Any,
-        float32_backward: Any,
-        decode: Any,
+        forwards: tuple[Any, ...],
+        backwards: tuple[Any, ...],
     ) -> None:
-        self.name, self._refuse, self._decode = name, refuse, decode
-        self._narrow: tuple[Any, Any] = (forward, backward)
-        self._wide: tuple[Any, Any] = (float32_forward, float32_backward)
+        self.name, self._refuse = name, refuse
+        self.forwards, self.backwards = forwards, backwards
         self.forward_direction, self.backward_direction = Direction(self, 0), Direction(self, 1)
 
     def __repr__(self) -> str:
@@ -198,31 +201,20 @@ class Fused:
 
     def families(self, problem: Problem) -> tuple[Any, Any]:
         """The forward and the backward of a problem."""
-        forward, backward = self._wide if rules.is_float32(problem) else self._narrow
-        return (self._decode if self._decode.takes(problem) else forward), backward
-
-    def every_family(self) -> tuple[Any, ...]:
-        """Forward and backward of 16 bits, then of float32; and the forward of few queries."""
-        return (*self._narrow, *self._wide, self._decode)
-
-    def forward_families(self) -> tuple[Any, ...]:
-        return self._narrow[0], self._wide[0], self._decode
-
-    def backward_families(self) -> tuple[Any, ...]:
-        return self._narrow[1], self._wide[1]
+        return _first_taking(self.forwards, problem), _first_taking(self.backwards, problem)
 
     def _forward_of(self, problem: Problem, config: Any) -> Any:
         """The family whose config this is: one that is asked for by name may be another than the problem's."""
         own = self.families(problem)[0]
         if isinstance(config, own.Config):
             return own
-        return next((one for one in self.forward_families() if isinstance(config, one.Config)), own)
+        return next((one for one in self.forwards if isinstance(config, one.Config)), own)
 
     def why_not(self, problem: Problem, target: Target) -> list[Reason]:
         """Reasons of the backend as a whole, then of the families; of those only what no other reason covers."""
-        displaced = rules.displaced(problem)
-        problem = rules.posed(problem, problem.operand_grads)
-        reasons = [*displaced, *self._refuse(problem, target)]
+        unplaced = rules.packed_refusals(problem)
+        problem = rules.lowered(problem, problem.operand_grads)
+        reasons = [*unplaced, *self._refuse(problem, target)]
         if rules.too_wide(problem) or problem.dtype not in rules.DTYPES:
             return reasons
         forward, backward = self.families(problem)
@@ -256,13 +248,13 @@ class Fused:
     def program(self, problem: Problem, target: Target, config: Any) -> Program:
         """What a forward launches."""
         family = self._forward_of(problem, config)
-        return family.program(forward_posed(problem, family), target, config)  # type: ignore[no-any-return]
+        return family.program(forward_lowered(problem, family), target, config)  # type: ignore[no-any-return]
 
     def backward_program(self, problem: Problem, target: Target, config: Any, wants: Wants | None = None) -> Program:
         """What a backward launches; without `wants`, one of all gradients that the problem needs."""
         wants = ALL.union(problem.operand_grads) if wants is None else wants
         family = self.families(problem)[1]
-        return family.program(backward_posed(problem, wants, family), target, config, wants)  # type: ignore[no-any-return]
+        return family.program(backward_lowered(problem, wants, family), target, config, wants)  # type: ignore[no-any-return]
 
     def makes_operands_alone(self, problem: Problem) -> bool:
         """Whether a backward may make gradients of operands without any of q, k and v."""
@@ -273,7 +265,7 @@ class Fused:
 
     @property
     def Config(self) -> Any:  # noqa: N802  (as a module has it)
-        return self._narrow[0].Config
+        return self.forwards[-1].Config
 
     @property
     def config_types(self) -> tuple[Any, ...]:
@@ -287,7 +279,7 @@ class Fused:
 
     def unit(self, config: Any, arch: str = "") -> Unit:
         """The main kernel of a config: for the family's own architecture, else for this one, or the current GPU's."""
-        family = next(one for one in self.every_family() if isinstance(config, one.Config))
+        family = next(one for one in (*self.forwards, *self.backwards) if isinstance(config, one.Config))
         return family.unit(config, getattr(family, "ARCH", "") or arch or Target.of("cuda").arch)  # type: ignore[no-any-return]
 
     def details(self, problem: Problem, target: Target, config: Any) -> list[str]:

@@ -15,8 +15,7 @@ from ..masks import Cached, Dense, Full, Packed
 from ..operands import SCORE_DIMS
 from ..problem import dtype_name, in_front_of_outputs
 from ..sequences import as_sequences, kernels_take_packed, spans_say_all, with_spans
-from ..terms import Alibi, Bias, Keep, RelativeBias, Spans
-from ..terms.alibi import OneSidedAlibi
+from ..terms import Bias, Keep, Spans
 from ..terms.spans import KnownSpans
 
 if TYPE_CHECKING:
@@ -131,7 +130,7 @@ def is_packed(problem: Problem) -> bool:
     return kernels_take_packed(problem.scores, problem.dtype)
 
 
-def displaced(problem: Problem) -> list[Reason]:
+def packed_refusals(problem: Problem) -> list[Reason]:
     """Packed sequences that kernels go through by spans of keys, and terms that would take other places for theirs."""
     if not isinstance(problem.mask, Packed):
         return []
@@ -190,7 +189,7 @@ def _known_spans(mask: Mask, seq_q: int, seq_kv: int) -> Spans:
     return KnownSpans.of(*mask.spans(torch.arange(seq_q, device="cpu"), seq_q, seq_kv))
 
 
-def posed(problem: Problem, wants: Iterable[str]) -> Problem:
+def lowered(problem: Problem, wants: Iterable[str]) -> Problem:
     """The problem as kernels are made for it, which learn these of its operands."""
     return learning(in_terms(problem), wants)
 
@@ -202,34 +201,19 @@ def learning(problem: Problem, wants: Iterable[str]) -> Problem:
     wanted = frozenset(wants)
     terms = tuple(term.learning(wanted) for term in problem.scores)
     if problem.deterministic:
-        terms = tuple(term.ordered() if type(term) is RelativeBias else term for term in terms)
+        terms = tuple(term.ordered() for term in terms)
     return problem if terms == problem.scores else problem.with_(scores=terms)
 
 
-def one_sided(problem: Problem) -> Problem:
+def specialise_causal_alibi(problem: Problem) -> Problem:
     """The problem for kernels that ignore the signs of ALiBi's distances, where its band leaves none below 0."""
-    if isinstance(problem.mask, Packed | Cached) or not any(type(term) is Alibi for term in problem.scores):
+    if isinstance(problem.mask, Packed | Cached) or not problem.scores:
         return problem
     _, right, offset = problem.band
     if offset + right > problem.seq_kv - problem.seq_q:
         return problem
-    terms = [OneSidedAlibi(term.batched, term.learned) if type(term) is Alibi else term for term in problem.scores]
-    return problem.with_(scores=tuple(terms))
-
-
-def fits_plain_tiles(problem: Problem, arch: str) -> bool:
-    """Whether the terms of a problem leave the tiles of kernels without terms as they are."""
-    return all(arch in term.fits_plain_tiles for term in problem.scores)
-
-
-def forward_registers(problem: Problem) -> int:
-    """About how many registers the terms of a forward need beside those of a softcap."""
-    return sum(term.registers.forward for term in problem.scores)
-
-
-def backward_registers(problem: Problem) -> int:
-    """About how many registers the terms of a backward need."""
-    return sum(term.registers.backward for term in problem.scores)
+    terms = tuple(term.one_sided() for term in problem.scores)
+    return problem if terms == problem.scores else problem.with_(scores=terms)
 
 
 def long_sequence(problem: Problem) -> Rule:

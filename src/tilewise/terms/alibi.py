@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from ..operands import SCORE_DIMS, Operand, Sums
-from ..scores import Registers
 from .shared import Learner, members, operand_of
 
 if TYPE_CHECKING:
@@ -61,6 +60,9 @@ class Alibi(Learner):
         minus_ds_distances, all_ds, p_distances = parts
         return minus_ds_distances - rows.error_of_delta(all_ds) * p_distances
 
+    def one_sided(self) -> Alibi:
+        return OneSidedAlibi(self.batched, self.learned)
+
     def cpp_type(self, *, precise: bool) -> str:
         return _cpp_type(self.learned, False, precise)
 
@@ -71,14 +73,6 @@ class Alibi(Learner):
     @property
     def suffix(self) -> str:
         return "alibi_learned" if self.learned else "alibi"
-
-    @property
-    def registers(self) -> Registers:
-        return Registers(8, 0)
-
-    @property
-    def fits_plain_tiles(self) -> frozenset[str]:
-        return frozenset({"sm90"})
 
     @property
     def operands(self) -> dict[str, type[Any]]:

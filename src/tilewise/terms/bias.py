@@ -10,7 +10,6 @@ import torch
 
 from ..errors import InvalidInput
 from ..operands import SCORE_DIMS, Operand, Sums
-from ..scores import Registers
 from .shared import Learner, broadcast_dims, check_paired, is_paired, members, operand_of
 
 if TYPE_CHECKING:
@@ -88,10 +87,6 @@ class Bias(Learner):
     def suffix(self) -> str:
         learned = ("_sums" if self.over else "_grad") if self.learned else ""
         return f"{self.kind}_{CPP_NUMBERS.get(self.number, self.number)}{'_paired' * self.paired}{learned}"
-
-    @property
-    def registers(self) -> Registers:
-        return Registers(24 if self.paired else 40, 32 if self.learned else 0)
 
     @property
     def operands(self) -> dict[str, type[Any]]:

@@ -10,7 +10,7 @@ import torch
 
 from ..errors import InvalidInput
 from ..operands import Operand
-from ..scores import Registers, Term
+from ..scores import Term
 from .shared import members
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ class Dropout(Term):
     kind: ClassVar[str] = "dropout"
     takes_packed: ClassVar[bool] = True
     transforms: ClassVar[bool] = False
-    max_plain_heads: ClassVar[int] = 192
 
     probability: float
 
@@ -71,14 +70,6 @@ class Dropout(Term):
     @property
     def cpp_source(self) -> str:
         return '#include "common/terms/dropout.cuh"'
-
-    @property
-    def registers(self) -> Registers:
-        return Registers(0, 16)
-
-    @property
-    def fits_plain_tiles(self) -> frozenset[str]:
-        return frozenset({"sm90"})
 
     @property
     def operands(self) -> dict[str, type[Any]]:

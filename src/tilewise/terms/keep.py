@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from ..operands import SCORE_DIMS, Operand
-from ..scores import Registers, Term
+from ..scores import Term
 from .shared import broadcast_dims, check_paired, is_paired, members, operand_of
 
 if TYPE_CHECKING:
@@ -65,16 +65,6 @@ class Keep(Term):
         return f"keep{'_keys' * self.rows_alike}{'_paired' * self.paired}"
 
     @property
-    def registers(self) -> Registers:
-        if self.rows_alike:
-            return Registers(0, 0)
-        return Registers(24, 0) if self.paired else Registers(40, 32)
-
-    @property
-    def fits_plain_tiles(self) -> frozenset[str]:
-        return frozenset({"sm80", "sm90"} if self.rows_alike else ())
-
-    @property
     def operands(self) -> dict[str, type[Any]]:
         return members("keep", SCORE_DIMS)
 
@@ -105,14 +95,6 @@ class PackedKeep(Keep):
         return kept if "head" in self.over else f"{kept}_by_head"
 
     @property
-    def registers(self) -> Registers:
-        return Registers(0, 0)
-
-    @property
-    def fits_plain_tiles(self) -> frozenset[str]:
-        return frozenset({"sm80", "sm90"})
-
-    @property
     def operands(self) -> dict[str, type[Any]]:
         strides = {f"keep_bits_{dim}_stride": ctypes.c_longlong for dim in ("batch", "head")}
         made = {"keep_bits": ctypes.c_void_p, **strides, "keep_bits_line_stride": ctypes.c_int}
@@ -128,7 +110,6 @@ class KeyLengths(Term):
     hides: ClassVar[bool] = True
     narrows: ClassVar[bool] = True
     hides_band: ClassVar[bool] = True
-    fits_plain_window: ClassVar[bool] = True
 
     padded_left: bool = False
 
@@ -155,10 +136,6 @@ class KeyLengths(Term):
     @property
     def suffix(self) -> str:
         return "key_lengths_left" if self.padded_left else "key_lengths"
-
-    @property
-    def fits_plain_tiles(self) -> frozenset[str]:
-        return frozenset({"sm80", "sm90"})
 
     @property
     def operands(self) -> dict[str, type[Any]]:

@@ -10,7 +10,6 @@ import torch
 
 from ..errors import InvalidInput
 from ..operands import SCORE_DIMS, Operand, Sums
-from ..scores import Registers
 from .bias import CPP_NUMBERS, NUMBERS
 from .shared import Learner, members
 
@@ -73,7 +72,6 @@ class RelativeBias(Learner):
         return Sums(operand.dims, full, full, torch.float32)
 
     def ordered(self) -> RelativeBias:
-        """The term of a backward whose sums must not depend on the order in which warps come."""
         return OrderedRelativeBias(self.span, self.zero, self.number, self.learned) if self.learned else self
 
     def cpp_type(self, *, precise: bool) -> str:
@@ -88,10 +86,6 @@ class RelativeBias(Learner):
     @property
     def suffix(self) -> str:
         return f"relative_{CPP_NUMBERS.get(self.number, self.number)}{'_grad' * self.learned}"
-
-    @property
-    def registers(self) -> Registers:
-        return Registers(24, 16 if self.learned else 0)
 
     @property
     def operands(self) -> dict[str, type[Any]]:

@@ -25,7 +25,6 @@ class Sink(Learner):
     takes_cache: ClassVar[bool] = True
     transforms: ClassVar[bool] = False
     joins_rows: ClassVar[bool] = True
-    fits_plain_window: ClassVar[bool] = True
 
     learned: bool = False
 
@@ -50,10 +49,6 @@ class Sink(Learner):
     @property
     def cpp_source(self) -> str:
         return '#include "common/terms/sink.cuh"'
-
-    @property
-    def fits_plain_tiles(self) -> frozenset[str]:
-        return frozenset({"sm80", "sm90"})
 
     @property
     def operands(self) -> dict[str, type[Any]]:

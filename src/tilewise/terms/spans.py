@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from ..operands import Operand
-from ..scores import Registers, Term
+from ..scores import Term
 from .shared import members, operand_of
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ class Spans(Term):
     hides: ClassVar[bool] = True
     narrows: ClassVar[bool] = True
     hides_band: ClassVar[bool] = True
-    fits_plain_window: ClassVar[bool] = True
     hides_first_keys: ClassVar[bool] = True  # of every span that begins behind the first
 
     @property
@@ -50,14 +49,6 @@ class Spans(Term):
     @property
     def cpp_source(self) -> str:
         return '#include "common/terms/spans.cuh"'
-
-    @property
-    def registers(self) -> Registers:
-        return Registers(8, 0)
-
-    @property
-    def fits_plain_tiles(self) -> frozenset[str]:
-        return frozenset({"sm90"})
 
     @property
     def operands(self) -> dict[str, type[Any]]:

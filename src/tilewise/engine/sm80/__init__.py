@@ -48,4 +48,4 @@ def _refuse(problem: Problem, target: Target) -> list[Reason]:
     )
 
 
-SM80 = Fused("sm80", _refuse, forward, backward, float32_forward, float32_backward, decode)
+SM80 = Fused("sm80", _refuse, (decode, float32_forward, forward), (float32_backward, backward))

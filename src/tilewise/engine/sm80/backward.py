@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ...element import Element
 from ...masks import Causal, Packed
 from ...operands import ALL, INPUTS
-from .. import division, packed, rules
+from .. import division, packed
 from ..edges import edge_launches
 from ..extents import BATCHED, Extents, division_fields, row_fields
 from ..params import LOG2_E, matrix_bytes, mirror, tiles
 from ..policy import params_for, term_params, unit_of
 from ..program import Launch, Layout, Program, View
+from ..registers import fits_plain_tiles
 from ..source import Kernel, kernel_unit
 from ..tile_map import map_for
 from . import shared
@@ -89,7 +90,7 @@ SEARCHED = {
 
 def configs(problem: Problem, target: Target) -> list[Config]:
     """Legal configs that fit the target, best first."""
-    has_terms = not rules.fits_plain_tiles(problem, "sm80")
+    has_terms = not fits_plain_tiles(problem, "sm80")
     return fitting(Config, "backward", problem, target, has_terms=has_terms, element=Element.of(problem.dtype))
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ...errors import Reason
 from ...operands import ALL, INPUTS
-from .. import division
+from .. import division, rules
 from ..edges import edge_launches
 from ..extents import BATCHED, row_fields
 from ..params import mirror, tiles
@@ -79,6 +79,10 @@ class Config(shared.TileConfig):
 
 # What a search varies of the configs that ship.
 SEARCHED = {"block_q": (16, 32, 48, 64), "warps": (4, 8), "stages": (1, 2), "ctas_per_sm": (1, 2, 3)}
+
+
+def takes(problem: Problem) -> bool:
+    return rules.is_float32(problem)
 
 
 def why_not(problem: Problem, target: Target) -> list[Reason]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from .. import rules
 from ..params import LOG2_E, mirror
 from ..policy import params_for, term_params, unit_of
 from ..program import Launch
@@ -66,6 +67,10 @@ SEARCHED = {
     "stages": (1, 2),
     "ctas_per_sm": (1, 2, 3),
 }
+
+
+def takes(problem: Problem) -> bool:
+    return rules.is_float32(problem)
 
 
 def configs(problem: Problem, target: Target) -> list[Config]:

@@ -16,6 +16,7 @@ from ..extents import forward_fields
 from ..params import LOG2_E, forward_order, matrix_bytes, mirror, query_tiles
 from ..policy import params_for, term_params, unit_of
 from ..program import Launch, Program, View
+from ..registers import fits_plain_tiles, forward_registers
 from ..source import Kernel
 from ..tile_map import map_for
 from . import shared
@@ -91,8 +92,8 @@ def configs(problem: Problem, target: Target) -> list[Config]:
     small, fitting = [], []
     element = Element.of(problem.dtype)
     for row, ships in shared.fitting(Config, "forward", problem, target, has_terms=_roomy(problem), element=element):
-        needed = ships.held_registers + _OTHER_REGISTERS + rules.forward_registers(problem)
-        narrow = rules.forward_registers(problem) and needed > ships.register_limit
+        needed = ships.held_registers + _OTHER_REGISTERS + forward_registers(problem)
+        narrow = forward_registers(problem) and needed > ships.register_limit
         config = replace(ships, block_kv=min(ships.block_kv, 32)) if narrow else ships
         if not row.get("one_wave"):
             fitting.append(config)
@@ -105,7 +106,7 @@ def configs(problem: Problem, target: Target) -> list[Config]:
 
 def _roomy(problem: Problem) -> bool:
     """The tiles of kernels with a softcap, which leave registers."""
-    return not rules.fits_plain_tiles(problem, "sm80")
+    return not fits_plain_tiles(problem, "sm80")
 
 
 def tuning_key(problem: Problem) -> tuple[dict[str, Any], dict[str, int]]:

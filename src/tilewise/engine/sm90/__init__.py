@@ -39,4 +39,4 @@ def _refuse(problem: Problem, target: Target) -> list[Reason]:
     )
 
 
-SM90 = Fused("sm90", _refuse, forward, backward, float32_forward, float32_backward, decode)
+SM90 = Fused("sm90", _refuse, (decode, float32_forward, forward), (float32_backward, backward))

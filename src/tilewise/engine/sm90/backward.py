@@ -27,6 +27,7 @@ from ..extents import BATCHED, Extents, division_fields, row_fields
 from ..params import LOG2_E, ONCE_ROOM, kv_head_sections, matrix_bytes, mirror, tiles
 from ..policy import Policy, params_for, term_params, unit_of
 from ..program import Address, Launch, Layout, Map, Program, lenient, strides
+from ..registers import backward_registers
 from ..source import Kernel, kernel_unit
 from ..tile_map import map_for, packed_term
 from . import bias_gradient
@@ -158,7 +159,7 @@ def _ordered(rows: list[rules.Row], problem: Problem) -> list[rules.Row]:
     """By the registers that they leave to terms."""
     if all(term.elementwise for term in problem.scores):
         return [row for row in rows if not row.get("terms")]
-    if rules.backward_registers(problem) <= _SPARE_REGISTERS.get(rules.class_of(problem), _USUALLY_SPARE):
+    if backward_registers(problem) <= _SPARE_REGISTERS.get(rules.class_of(problem), _USUALLY_SPARE):
         return rows
     return sorted(rows, key=lambda row: not row.get("terms"))
 

@@ -76,6 +76,10 @@ class Config(WarpgroupConfig):
 _SHAPES = {(64, 64): (2, 2), (96, 96): (1, 1), (128, 128): (1, 1)}
 
 
+def takes(problem: Problem) -> bool:
+    return rules.is_float32(problem)
+
+
 def why_not(problem: Problem, target: Target) -> list[Reason]:
     widest = max(problem.head_dim, problem.head_dim_v)
     learned = [one.name for term in problem.scores for one in term.learned_tensors if term.transforms]

@@ -80,6 +80,10 @@ class Config(ForwardConfig):
 PART_NAMES = {1: "fp16x1", 2: "fp16x3", 3: "bf16x6"}
 
 
+def takes(problem: Problem) -> bool:
+    return rules.is_float32(problem)
+
+
 def configs(problem: Problem, target: Target) -> list[Config]:
     """The config of the kernel for ordinary ranges; `wide_range` is the one behind it.
 

@@ -18,6 +18,7 @@ from ..extents import forward_fields
 from ..params import LOG2_E, ONCE_ROOM, forward_order, matrix_bytes, mirror, query_tiles, tiles
 from ..policy import Bounds, params_for, term_params, unit_of
 from ..program import Address, Counter, Launch, Layout, Map, Program, lenient, strides
+from ..registers import fits_plain_tiles, fits_plain_window, forward_registers, max_plain_heads
 from ..rules import MAX_ROWS
 from ..source import Kernel, kernel_unit
 from ..tile_map import map_for
@@ -155,7 +156,7 @@ def _narrower(row: dict[str, Any], problem: Problem) -> dict[str, Any]:
     """
     if "terms" in row:
         return row
-    needed = rules.forward_registers(problem)
+    needed = forward_registers(problem)
     if _mask_kind(problem) == 2 and _roomy(problem) and not all(term.elementwise for term in problem.scores):
         needed += 16
     min_keys = min(row["block_kv"], SEARCHED["block_kv"][0])
@@ -346,11 +347,11 @@ def _folded(problem: Problem) -> Problem:
 
 def _roomy(problem: Problem) -> bool:
     """Whether to use the tiles of kernels with a softcap, which leave registers; for a window most terms do."""
-    if not problem.scores or not rules.fits_plain_tiles(problem, "sm90"):
+    if not problem.scores or not fits_plain_tiles(problem, "sm90"):
         return bool(problem.scores)
-    if max(_class_of(problem)) > min(term.max_plain_heads for term in problem.scores):
+    if max(_class_of(problem)) > max_plain_heads(problem):
         return True
-    fits_window = _class_of(problem)[0] <= _MAX_PLAIN_WINDOW and all(term.fits_plain_window for term in problem.scores)
+    fits_window = _class_of(problem)[0] <= _MAX_PLAIN_WINDOW and fits_plain_window(problem)
     return _mask_kind(problem) == 2 and not fits_window
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ...jit import TensorMap
 from ...masks import Packed
 from ...operands import SCORE_DIMS
-from ...scores import Registers, Softcap
+from ...scores import Softcap
 from ...terms import Bias
 from ...terms.shared import members
 
@@ -28,10 +28,6 @@ class StagedBias(Bias):
     kind: ClassVar[str] = "staged_bias"
     struct: ClassVar[str] = "tilewise::sm90::StagedBias"
     header: ClassVar[str] = "sm90/staged_bias.cuh"
-
-    @property
-    def registers(self) -> Registers:
-        return Registers(0, 0)
 
     @property
     def operands(self) -> dict[str, type[Any]]:
