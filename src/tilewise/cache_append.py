@@ -43,7 +43,7 @@ def append(
     interleaved: bool = True,
     apart: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Writes k and v (batch, new, heads_kv, dim) into a cache in place, behind the `lengths` places that are taken.
+    """Writes k and v (batch, new, heads_kv, dim) into a cache in place, after the `lengths` places that are taken.
 
     With cos and sin (places, rotary_dim / 2), which have a row for every place of a sequence at least, k is rotated for
     the places that it takes, and q (batch, queries, heads, dim) for the places from `lengths` on; all of its rows for
@@ -151,7 +151,7 @@ def _check_rotation(cos: Tensor | None, sin: Tensor | None, q: Tensor, capacity:
         return
     for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
         if not isinstance(table, Tensor):
-            raise InvalidInput(name, "None" if table is None else shown(table), "a table beside the other", "pass both")
+            raise InvalidInput(name, "None" if table is None else shown(table), "both tables, or neither", "pass both")
         if not table.is_floating_point() or table.device != q.device or table.layout is not torch.strided:
             got = f"a {table.layout} tensor of {table.dtype} on {table.device}"
             expected = f"a strided tensor of floating numbers on {q.device}, the device of q"

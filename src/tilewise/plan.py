@@ -279,7 +279,7 @@ def _automatic(problem: Problem, target: Target, backend: str, state: State) -> 
         f"no backend takes {problem} on {target.name}.",
         problem,
         _verdicts(problem, target, backend, state),
-        "change what the reasons above name; the remedies stand behind each",
+        "change what the reasons above name; each ends with its remedy",
     )
 
 

@@ -129,7 +129,7 @@ class Problem:
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """The tensors of a call beside q, k and v, in the order of the operators' `operands`."""
+        """The tensors of a call in addition to q, k and v, in the order of the operators' `operands`."""
         return (*self.mask.operands, *(operand for term in self.scores for operand in term.tensors))
 
     @property
@@ -325,7 +325,7 @@ def with_named_terms(
 ) -> tuple[tuple[Term, ...], Operands]:
     """The terms and operands of a call that has names for some of them; q and k with their heads first.
 
-    `seq_kv`: how many keys a row of `keep` has, where it is not k that says so.
+    `seq_kv`: how many keys a row of `keep` has, where those are not the rows of k.
     """
     for name, tensor in (("alibi", alibi), ("keep", keep), ("sink", sink)):
         if tensor is not None and not isinstance(tensor, torch.Tensor):
@@ -417,8 +417,8 @@ def _kept(
     """What is made of a mask that holds tensors, which the mask keeps while their versions stay the same.
 
     Not what is captured, since a graph makes it anew each time, nor where it cannot be known (torch.compile, fake and
-    inference tensors). Nor on a CPU, whose memory others may write to (numpy), and where this is little beside the
-    attention. On another stream nothing says that it is finished.
+    inference tensors). Nor on a CPU, whose memory others may write to (numpy), where this is little compared with the
+    attention. On another stream it might not be finished.
     """
     is_fake = isinstance(q, torch.Tensor) and type(q) not in (torch.Tensor, torch.nn.Parameter)
     if torch.compiler.is_compiling() or is_fake or not q.is_cuda or torch.cuda.is_current_stream_capturing():

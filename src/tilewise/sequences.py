@@ -108,7 +108,8 @@ class Member(NamedTuple):
     keys: slice
 
     def operands(self, operands: Operands, of: Problem) -> Operands:
-        """Its own of the operands of all sequences, without their offsets. Dropout is told where its heads stand."""
+        """Its share of the operands of all sequences, without their offsets. A seed of dropout gets the number of its
+        first head."""
         dims = {one.name: len(one.dims) for term in of.scores for one in term.tensors if "batch" in one.dims[:1]}
         own = {}
         for name, tensor in operands.items():
@@ -265,7 +266,7 @@ def backward_by_sequence(
     """`forward_by_sequence` for a backward."""
     if _goes_by_spans(problem, operands):
         return backward(dout, dlse, q, k, v, out, lse, *_spanned(problem, config, operands), wants)
-    given = {"q": q, "k": k, "v": v, **_beside_offsets(operands)}
+    given = {"q": q, "k": k, "v": v, **_without_offsets(operands)}
     grads = {name: torch.zeros_like(tensor) for name, tensor in given.items() if name in wants}
     for one in members(problem, operands):
         of_rows = [tensor[:, :, one.rows] for tensor in (q, out, lse, dout)]
@@ -355,13 +356,13 @@ def as_sequences(problem: Problem) -> Problem | None:
     return problem.with_(mask=packed_documents(mask)[0])
 
 
-def _beside_offsets(operands: Operands) -> Operands:
+def _without_offsets(operands: Operands) -> Operands:
     return {name: tensor for name, tensor in operands.items() if name not in _OFFSETS}
 
 
 def operands_as_spans(problem: Problem, operands: Operands) -> Operands:
     """The operands of `with_spans(problem)`, from those of the problem."""
-    return {**_beside_offsets(operands), **spans_of_offsets(problem, operands)}
+    return {**_without_offsets(operands), **spans_of_offsets(problem, operands)}
 
 
 def _spanned(problem: Problem, config: object, operands: Operands) -> tuple[Problem, object, Operands]:

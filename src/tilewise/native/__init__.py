@@ -68,7 +68,7 @@ def use(functions: Any) -> None:
 
 @contextlib.contextmanager
 def in_python() -> Iterator[None]:
-    """All calls of this process by the way in Python, as long as this lasts: to measure it, or to compare with it."""
+    """All calls of this process take the path in Python inside: to measure it, or to compare with it."""
     global _held
     functions = calls
     use(None)

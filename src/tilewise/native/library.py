@@ -1,16 +1,16 @@
 """The extension: built once for a machine and a release of PyTorch, found again, and trusted.
 
 It is built by the machine's C++ compiler, in half a minute, by a process of its own that the first call or rule that
-could use it starts; who comes later finds it in the cache of built kernels. `tilewise native build` builds it at once,
+could use it starts; later processes find it in the cache of built kernels. `tilewise native build` builds it at once,
 and a platform wheel (`make wheel-native`) brings it along. Where there is no compiler, no header of Python or no cache
 folder, and with `TILEWISE_NATIVE=off`, nothing is missing but speed.
 
-It is machine code, so it is loaded only if the cache vouches for it (jit/cache.py): it lies where nobody else can
+It is machine code, so it is loaded only if the cache vouches for it (jit/cache.py): it lies where no other user can
 write, and its digest is the one recorded. What is loaded is a copy in memory of the bytes that were checked, so that
 nothing that happens to the file afterwards can hurt. A library that does not pass is built again, with one line in the
 log.
 
-Nothing of this can fail a call or a block: whatever comes in the way of building or loading leaves the way in Python.
+None of this can fail a call or a block: where building or loading fails, calls take the path in Python.
 One compiler runs at a time for all processes that share a cache folder, and for a limited time. One that failed is not
 tried again in the background until the variable CXX, or the compiler itself, is another.
 """
@@ -99,7 +99,7 @@ class Library:
             raise RuntimeError(f"PyTorch's dispatcher refused the compiled kernel: {error.decode()}")
 
     def govern(self, outside: object | None, blocks: bool, all_to_python: bool) -> None:
-        """The rule for whoever is in no block, whether anybody is in one, and whether Python decides every call."""
+        """The rule for threads in no block, whether any thread is in one, and whether Python decides every call."""
         self._govern(None if outside is None else id(outside), blocks, all_to_python)
 
     def counter(self) -> ctypes.c_int64:
@@ -405,7 +405,7 @@ def _try_out(library: Path) -> str:
 
 @contextlib.contextmanager
 def _one_builder(patience: float) -> Iterator[int | None]:
-    """The lock that whoever runs a compiler holds, as a descriptor to hand on to it; None where it is not to be had.
+    """The lock that the process with the compiler holds, as a descriptor to hand on to it; None where it is held.
 
     It is the system's (flock), so that it lasts as long as the last process that holds the descriptor, and no longer.
     """

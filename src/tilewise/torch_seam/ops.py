@@ -238,19 +238,22 @@ def _check_fake(q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], options:
             check_shapes(q, k, v, options.layout)
 
 
+def _fake_forward(
+    q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], wants: list[bool] | None, options: Lowered
+) -> tuple[Tensor, Tensor]:
+    _check_fake(q, k, v, tensors, options)
+    lse = empty_lse(q) if options.needs_lse or wants else _no_lse(q)
+    return empty_out(q, v.shape[-1], options.layout), lse
+
+
 def _fake_attention(q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], *options: Any) -> tuple[Tensor, Tensor]:
-    named = Lowered(*options)
-    _check_fake(q, k, v, tensors, named)
-    out = empty_out(q, v.shape[-1], named.layout)
-    return out, empty_lse(q) if named.needs_lse else _no_lse(q)
+    return _fake_forward(q, k, v, tensors, None, Lowered(*options))
 
 
 def _fake_attention_with_lse(
     q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], wants: list[bool], *options: Any
 ) -> tuple[Tensor, Tensor]:
-    named = Lowered(*options)
-    _check_fake(q, k, v, tensors, named)
-    return empty_out(q, v.shape[-1], named.layout), empty_lse(q)
+    return _fake_forward(q, k, v, tensors, wants, Lowered(*options))
 
 
 def _fake_attention_with_results(
@@ -258,10 +261,8 @@ def _fake_attention_with_results(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """All that terms report is a number per head."""
     named = Lowered(*options)
-    _check_fake(q, k, v, tensors, named)
-    lse = empty_lse(q) if named.needs_lse or wants else _no_lse(q)
     reported = [q.new_empty(q.shape[1], dtype=lse_dtype(q.dtype)) for _ in named.outputs]
-    return empty_out(q, v.shape[-1], named.layout), lse, reported
+    return (*_fake_forward(q, k, v, tensors, wants, named), reported)
 
 
 def _fake_backward(

@@ -4,7 +4,7 @@ Each call has one of three outcomes:
 
     taken      the planner chose something else than PyTorch would, and that ran
     left       PyTorch's own choice is the plan, or the caller's wish (`when`, sdpa_kernel): it ran untouched
-    fallback   it could not be planned; PyTorch ran it, and `on_fallback` says how that is reported
+    fallback   it could not be planned; PyTorch ran it, and `on_fallback` decides how that is reported
 
 PyTorch's own kernel is called for whatever is not taken, so nothing that worked before stops working. How calls come
 here, and which rule governs which thread: tilewise/hook. How a call is decided: decision.py; of one with jagged nested
@@ -111,7 +111,7 @@ _OPTIONS = ("when", "on_fallback", "backend")
 
 
 def _check_options(function: str, positional: tuple[object, ...], unknown: dict[str, object]) -> None:
-    """Whoever misspells an option, or passes one without its name, gets the names."""
+    """Raise InvalidInput with the names for an option that is misspelt or has none."""
     if not (positional or unknown):
         return
     got = [f"{name}={value!r}" for name, value in unknown.items()] + [f"{value!r}, unnamed" for value in positional]
@@ -209,7 +209,7 @@ class Override:
         return hook.current_rule()  # type: ignore[return-value]
 
     def report(self) -> list[Entry]:
-        """What became of the calls since the process began or `clear`: at most 256 cases, the oldest first."""
+        """How calls were handled since the process began or `clear`: at most 256 cases, the oldest first."""
         return [entry for entry in (line.entry() for line in lines()) if entry.calls]
 
     def clear(self) -> None:

@@ -113,7 +113,7 @@ class Decider:
                 and dropout_p == dropout
                 and enable_gqa is gqa
                 and same(*tensors)
-                and (not taken or not _transform_says_no(query, key, value))
+                and (not taken or not _transform_declines(query, key, value))
             ):
                 counted.calls += 1
                 break
@@ -134,7 +134,7 @@ def _decide_and_record(rule: Decider, arguments: Arguments) -> tuple[Record, boo
     generation = rule.memo.generation
     known: tuple[Decision | None, bool, _Seen | None] = rule.memo.get(signature) or (None, False, None)
     decision, quiet, seen = known
-    blocked = None if quiet else _transform_says_no(*arguments[:3]) or _switches_say_no(switches)
+    blocked = None if quiet else _transform_declines(*arguments[:3]) or _switches_decline(switches)
     if blocked:
         decision = Decision(record(_describe_shapes(arguments), *blocked), memoise=False)
     elif decision is None:
@@ -233,7 +233,7 @@ def _never(*tensors: Tensor) -> bool:
     return False
 
 
-def _transform_says_no(query: Tensor, key: Tensor, value: Tensor) -> tuple[Outcome, str] | None:
+def _transform_declines(query: Tensor, key: Tensor, value: Tensor) -> tuple[Outcome, str] | None:
     """What is at work on these tensors, none of which a memo key holds, that keeps us from taking any call."""
     if torch._C._are_functorch_transforms_active():
         return "fallback", "a functorch transform (vmap, grad, jvp) is at work, and PyTorch has rules for it"
@@ -242,7 +242,7 @@ def _transform_says_no(query: Tensor, key: Tensor, value: Tensor) -> tuple[Outco
     return None
 
 
-def _switches_say_no(switches: _Switches) -> tuple[Outcome, str] | None:
+def _switches_decline(switches: _Switches) -> tuple[Outcome, str] | None:
     """A choice that the caller made among PyTorch's kernels."""
     allowed = _allowed_kernels(switches)
     if len(allowed) == 1:
@@ -252,16 +252,16 @@ def _switches_say_no(switches: _Switches) -> tuple[Outcome, str] | None:
     return None
 
 
-def caller_says_no(query: Tensor, key: Tensor, value: Tensor) -> tuple[Outcome, str] | None:
+def caller_declines(query: Tensor, key: Tensor, value: Tensor) -> tuple[Outcome, str] | None:
     """Either of the two, as things stand."""
-    return _transform_says_no(query, key, value) or _switches_say_no(_switches())
+    return _transform_declines(query, key, value) or _switches_decline(_switches())
 
 
 _Switches = tuple[Any, ...]
 
 
 def _switch_reader() -> Callable[[], _Switches]:
-    """The function that reads all that decides between PyTorch's kernels beside the tensors: the first four as in
+    """A function that reads what decides between PyTorch's kernels, besides the tensors: the first four as in
     _TORCH_KERNELS, the last one their order. A release that lacks a switch has it in the position it always was."""
 
     def getter(name: str, otherwise: object) -> Callable[[], Any]:

@@ -13,7 +13,7 @@ from ...plan import AUTO, plan
 from ...problem import describe
 from ...target import Target
 from ...torch_seam.switches import autocast_inputs
-from .decision import Decision, announce, caller_says_no
+from .decision import Decision, announce, caller_declines
 from .report import record
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class _Parts(NamedTuple):
 def take(rule: Decider, arguments: Arguments) -> Tensor | None:
     """The result of a call that is taken, or None for PyTorch's function."""
     query, key, value, _, dropout_p, is_causal, scale, _ = arguments
-    blocked = caller_says_no(query, key, value)
+    blocked = caller_declines(query, key, value)
     if blocked:
         record(_described(query, key), *blocked).calls += 1
         return None

@@ -1,4 +1,4 @@
-"""What became of the calls under `tilewise.sdpa`: counted by case, and shown by `tilewise.sdpa.report()`."""
+"""How calls were handled under `tilewise.sdpa`: counted by case, and shown by `tilewise.sdpa.report()`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _RECORDS_KEPT = 256
 
 
 class Entry(NamedTuple):
-    """A line of the report: what was asked, what became of it, why, and how many calls it stands for."""
+    """A line of the report: what was asked, how it was handled, why, and for how many calls."""
 
     problem: str
     outcome: Outcome
