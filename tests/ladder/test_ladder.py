@@ -395,9 +395,11 @@ def test_the_command_on_a_machine_without_a_gpu(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_page_is_that_of_the_formulas_and_the_newest_records() -> None:
-    assert [page.path for page in documents.pages(ROOT) if page.stale] == [], (
-        "run `make docs` and commit what it writes"
-    )
+    """Run `make docs` if this fails."""
+    own = {ROOT / path for path in (page_of.PAGE, page_of.PICTURE, page_of.SPEEDS)}
+    pages = [page for page in documents.pages(ROOT) if page.path in own]
+    assert len(pages) >= 2
+    assert [page.path.name for page in pages if page.stale] == []
 
 
 def test_figures_come_from_a_record_and_from_nowhere_else(tmp_path: Path) -> None:
