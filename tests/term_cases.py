@@ -108,7 +108,7 @@ class Tap(Term):
 
     tensors: ClassVar = (Operand("tap", True, SCORE_DIMS, dtype=torch.float64),)
 
-    def bend(self, scores: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
+    def apply(self, scores: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
         return scores + operand_of(where, self.tensors[0]), None
 
 
@@ -141,7 +141,7 @@ def truth(case: Case) -> Truth:
     magnitudes = {}
     for term in wide.scores:
         for one in term.tensors:
-            added = term.bend(torch.zeros_like(dscores), where)[0]
+            added = term.apply(torch.zeros_like(dscores), where)[0]
             if one.name in learned and added.requires_grad:  # it is added: each element times numbers of one sign
                 magnitudes[one.name] = torch.autograd.grad(added, given[one.name], dscores.abs())[0].abs()
             elif one.name in learned:  # it joins the sum of every row: its weight times D
