@@ -77,8 +77,8 @@ def backward(backend: Any, case: Case, out: Tensor, lse: Tensor, dlse: Tensor | 
     """The gradients of q, k, v and of what the terms learn, by name."""
     problem = case.problem
     program = backend.backward_program(problem, H200, backend.backward_configs(problem, H200)[0])
-    if program.unless_mapped and not run.is_mapped(case.expanded()[program.unless_mapped[0]]):
-        program = program.unless_mapped[1]
+    if program.fallback_without_tma and not run.is_mapped(case.expanded()[program.fallback_without_tma[0]]):
+        program = program.fallback_without_tma[1]
     given = {"dout": case.dout, "dlse": dlse, "q": case.q, "k": case.k, "v": case.v, "out": out, "lse": lse}
     for name, tensor in (("dq", case.q), ("dk", case.k), ("dv", case.v)):
         given[name] = torch.full_like(tensor, 0.0 if name in program.zeroed else torch.nan)
