@@ -77,8 +77,8 @@ def backward(backend: Any, case: Case, out: Tensor, lse: Tensor, dlse: Tensor | 
     """The gradients of q, k, v and of what the terms learn, by name."""
     problem = case.problem
     program = backend.backward_program(problem, H200, backend.backward_configs(problem, H200)[0])
-    if program.unless_mapped and not run.is_mapped(case.expanded()[program.unless_mapped[0]]):
-        program = program.unless_mapped[1]
+    if program.fallback_without_tma and not run.is_mapped(case.expanded()[program.fallback_without_tma[0]]):
+        program = program.fallback_without_tma[1]
     given = {"dout": case.dout, "dlse": dlse, "q": case.q, "k": case.k, "v": case.v, "out": out, "lse": lse}
     for name, tensor in (("dq", case.q), ("dk", case.k), ("dv", case.v)):
         given[name] = torch.full_like(tensor, 0.0 if name in program.zeroed else torch.nan)
@@ -108,7 +108,7 @@ class Tap(Term):
 
     tensors: ClassVar = (Operand("tap", True, SCORE_DIMS, dtype=torch.float64),)
 
-    def bend(self, scores: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
+    def apply(self, scores: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
         return scores + operand_of(where, self.tensors[0]), None
 
 
@@ -141,7 +141,7 @@ def truth(case: Case) -> Truth:
     magnitudes = {}
     for term in wide.scores:
         for one in term.tensors:
-            added = term.bend(torch.zeros_like(dscores), where)[0]
+            added = term.apply(torch.zeros_like(dscores), where)[0]
             if one.name in learned and added.requires_grad:  # it is added: each element times numbers of one sign
                 magnitudes[one.name] = torch.autograd.grad(added, given[one.name], dscores.abs())[0].abs()
             elif one.name in learned:  # it joins the sum of every row: its weight times D

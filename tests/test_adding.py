@@ -6,9 +6,8 @@ The term leans scores towards the recent: s - rate * |row - key|, as ALiBi does 
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -52,7 +51,7 @@ class Recency(Term):
 
     rate: float
 
-    def bend(self, scores: torch.Tensor, where: Where) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def apply(self, scores: torch.Tensor, where: Where) -> tuple[torch.Tensor, torch.Tensor | None]:
         distance = (where.row_numbers(scores.device) - where.key_numbers(scores.device)).abs()
         return scores - self.rate * distance, None
 
@@ -63,13 +62,54 @@ class Recency(Term):
     def cpp_source(self) -> str:
         return CPP
 
-    @property
-    def operands(self) -> dict[str, type[Any]]:
-        return {"recency_rate": ctypes.c_float}
-
     def params(self, unit: float, *, precise: bool) -> dict[str, float]:
         return {"recency_rate": self.rate / unit}
 
+
+@dataclass(frozen=True, slots=True)
+class Compress(Term):
+    """s -> width * asinh(s / width), whose slope is said in terms of s. Its number is a parameter of its kernels."""
+
+    kind: ClassVar[str] = "compress"
+    elementwise: ClassVar[bool] = True
+
+    width: float
+
+    def apply(self, scores: torch.Tensor, where: Where) -> tuple[torch.Tensor, torch.Tensor | None]:
+        share = scores / self.width
+        return self.width * torch.asinh(share), torch.rsqrt(1 + share * share)
+
+    def cpp_type(self, *, precise: bool) -> str:
+        return "tilewise::Compress"
+
+    @property
+    def cpp_source(self) -> str:
+        return COMPRESS
+
+    def params(self, unit: float, *, precise: bool) -> dict[str, float]:
+        return {"compress_width": self.width / unit}
+
+
+COMPRESS = """namespace tilewise {
+struct Compress {
+  struct Operands {
+    float compress_width;
+  };
+  float width, factor;
+
+  template <typename Params, typename At>
+  __device__ Compress(const Params& params, const Unit& unit, const At&)
+      : width(params.compress_width), factor(unit.first * unit.second) {}
+  __device__ float apply(float v, int) const { return width * asinhf(v * factor / width); }
+  __device__ float before(float v, int) const { return width * sinhf(v / width); }
+  // A value that is recovered from a weight of 0 is -inf or NaN.
+  __device__ float slope(float argument, float v, int) const {
+    const float share = argument / width;
+    return v > -infinity ? 1.0f / sqrtf(fmaf(share, share, 1.0f)) : 0.0f;
+  }
+};
+}  // namespace tilewise
+"""
 
 CPP = """namespace tilewise {
 struct Recency {
@@ -146,9 +186,20 @@ def test_a_term_has_a_text_and_a_place_among_others():
 
 
 ORDERS = [(Recency(0.1),), (Softcap(2.0), Recency(0.1)), (Recency(0.1), Softcap(2.0))]
+COMPRESSED = [(Compress(0.7),), (Softcap(2.0), Compress(0.7)), (Compress(0.7), Recency(0.1))]
 
 
-@pytest.mark.parametrize("terms", ORDERS, ids=str)
+def applied(term: Term, logits: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
+    """What the terms of this file mean, for autograd."""
+    if isinstance(term, Recency):
+        return logits - term.rate * distance
+    if isinstance(term, Compress):
+        return term.width * torch.asinh(logits / term.width)
+    assert isinstance(term, Softcap)
+    return term.cap * torch.tanh(logits / term.cap)
+
+
+@pytest.mark.parametrize("terms", [*ORDERS, *COMPRESSED], ids=str)
 @pytest.mark.parametrize("backend", ["reference", "tiled"])
 def test_a_term_runs_on_a_cpu(backend, terms):
     """In any order: each is given what the one before it left."""
@@ -160,9 +211,7 @@ def test_a_term_runs_on_a_cpu(backend, terms):
     distance = (torch.arange(50)[:, None] - torch.arange(60)).abs()
     logits = wide[0] @ wide[1].repeat_interleave(2, 1).mT * problem.scale
     for term in terms:
-        logits = (
-            logits - term.rate * distance if isinstance(term, Recency) else term.cap * torch.tanh(logits / term.cap)
-        )
+        logits = applied(term, logits, distance)
     logits = logits.masked_fill(torch.ones(50, 60).triu(1).bool(), -torch.inf)
     truth = torch.softmax(logits, -1) @ wide[2].repeat_interleave(2, 1)
     dout = torch.randn_like(truth)
@@ -187,7 +236,7 @@ def test_a_term_is_planned_and_explained_and_backends_without_it_refuse_it_by_na
 
 @pytest.mark.parametrize("family", ["sm80", "sm90"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("terms", ORDERS, ids=str)
+@pytest.mark.parametrize("terms", [*ORDERS, *COMPRESSED], ids=str)
 @emulation.emulated
 def test_a_term_runs_in_the_kernels_both_ways(monkeypatch, terms, dtype, family):
     """Their real sources and host code on a model of the hardware, forward and backward."""
@@ -199,3 +248,18 @@ def test_a_term_runs_in_the_kernels_both_ways(monkeypatch, terms, dtype, family)
     allowed = budget(dtype, 90), 2 * budget(dtype, 90)
     lse = check_against_the_reference(backend, target, problem, {}, make_inputs(problem), allowed=allowed)
     assert_close(*lse, budget(torch.float32, 90), "lse")
+
+
+@pytest.mark.parametrize("target", [H200, A100], ids=lambda target: target.name)
+@pytest.mark.parametrize(
+    ("one", "other"), [(Softcap(30.0), Softcap(50.0)), (Recency(0.1), Recency(0.2)), (Compress(0.7), Compress(3.0))]
+)
+def test_a_new_number_is_not_a_new_kernel(target, one, other):
+    """Numbers are parameters: programs of terms that differ in them alone launch the same units with other fields."""
+    plans = [
+        plan(make_problem((1, 8, 2048, 64), torch.bfloat16, scores=(term,), needs_grad=True), target)
+        for term in (one, other)
+    ]
+    for first, second in ((plans[0].forward, plans[1].forward), (plans[0].backward, plans[1].backward)):
+        assert first.units == second.units
+        assert [launch.fields for launch in first.launches] != [launch.fields for launch in second.launches]

@@ -46,7 +46,7 @@ class Lean(Term):
         if name == "slopes" and tuple(tensor.shape) != (problem.heads_q,):
             raise InvalidInput("slopes", f"shape {tuple(tensor.shape)}", "one number per head", "give as many")
 
-    def bend(self, given: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
+    def apply(self, given: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
         distance = where.key_numbers(given.device) - where.row_numbers(given.device)
         slopes = where.operands["slopes"].to(given.dtype)[where.head_numbers(given.device)]
         return given + self.factor * slopes * distance + where.part(where.operands["shift"]).to(given.dtype), None
@@ -70,7 +70,7 @@ class Fixed(Term):
     def tensors(self) -> tuple[Operand, ...]:
         return (Operand("table"),)
 
-    def bend(self, given: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
+    def apply(self, given: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
         return given + where.part(where.operands["table"]), None
 
 
@@ -88,7 +88,7 @@ class Slant(Term):
     def cpp_gradients(self) -> Wants:
         return frozenset({"slants"})
 
-    def bend(self, given: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
+    def apply(self, given: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
         distance = where.key_numbers(given.device) - where.row_numbers(given.device)
         return given + where.operands["slants"].to(given.dtype)[where.head_numbers(given.device)] * distance, None
 

@@ -35,7 +35,7 @@ def test_max_logit(monkeypatch: Any, backend: Any, dtype: Any, dim: int, mask: A
     wide = case.problem
     where = Where(wide, range(wide.seq_q), range(wide.seq_kv), operands=given)
     products = case.q.double() @ case.k.double().repeat_interleave(2, 1).mT * wide.scale
-    scores = Alibi().bend(products, where)[0].masked_fill(~keep, -torch.inf)
+    scores = Alibi().apply(products, where)[0].masked_fill(~keep, -torch.inf)
     seen = wide.mask.to_bool(range(wide.seq_q), range(wide.seq_kv), wide.seq_q, wide.seq_kv)
     want = scores.masked_fill(~seen, -torch.inf).amax((0, 2, 3))
     assert_close(MaxLogit().decoded(case.operands["max_logit"]), want, budget(F32, dim))

@@ -132,7 +132,7 @@ class Plan:
             "because": self.because,
             "launch": _details(self),
             "lengths": _lengths(self),
-            "backward": list(self.backward.says) if self.backward is not None else [],
+            "backward": list(self.backward.summary) if self.backward is not None else [],
             "bound": _bound(self.problem, self.target),
             "verdicts": [
                 {
@@ -429,7 +429,7 @@ def _lines(plan: Plan) -> list[str]:
         f"target:    {_target_text(target)}",
         f"runs:      {plan.backend}{_config_text(plan)}",
         *(f"launch:    {detail}" for detail in _details(plan)),
-        *(f"backward:  {said}" for said in (plan.backward.says if plan.backward is not None else ())),
+        *(f"backward:  {said}" for said in (plan.backward.summary if plan.backward is not None else ())),
         *(f"lengths:   {told}" for told in _lengths(plan)),
         f"because:   {plan.because}",
         f"work:      {_work_text(problem, target)}",
@@ -471,7 +471,7 @@ def _config_text(plan: Plan) -> str:
 def _details(plan: Plan) -> list[str]:
     """What the backend can tell of the launch itself: grid, waves, registers."""
     if plan.forward is not None:
-        return list(plan.forward.says)
+        return list(plan.forward.summary)
     details = getattr(BACKENDS[plan.backend], "details", None)
     return details(plan.problem, plan.target, plan.config) if details else []
 

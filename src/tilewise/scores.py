@@ -6,21 +6,23 @@ A problem has a tuple of terms. They are applied in order to s = scale * q k^T, 
 
 A term is a class, here or in terms/, with what it means in torch operations (the specification), and a struct in
 kernels/common/, which the kernels compose at compile time; `cpp_type` names it and `params` fills what it reads. A term
-without a struct runs in the backends that are made of torch operations, and all others refuse it by name.
+without a struct runs in the backends that are made of torch operations, and all others refuse it by name. The numbers
+of a term (`numbers`) are parameters of its kernels and no part of them: a new number is not a new kernel.
 
-A term has one meaning of four: it changes scores (`bend`), hides keys (`visible`), drops weights (`kept`) or joins the
-sum of a row (`joins`). The tensors that it reads are its `tensors`: names, dimensions and dtypes; a call gives the
+A term has one meaning of four: it changes scores (`apply`), hides keys (`visible`), drops weights (`kept`) or joins the
+sum of a row (`row_logits`). The tensors that it reads are its `tensors`: names, dimensions and dtypes; a call gives the
 tensors themselves beside the problem, by those names.
 
 Terms have a text form, used by operator arguments and in results: `parse(str(term)) == term`, and `;` between several
 (`parse_all`, `text_of`). A class is found by its `kind` as soon as it is defined.
 
-A term that reads tensors names them (`tensors`): the operands of a call, which `bend` finds in `where.operands`. Those
+A term that reads tensors names them (`tensors`): the operands of a call, which `apply` finds in `where.operands`. Those
 that are differentiable have gradients without further code in the backends made of torch operations.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -155,7 +157,7 @@ class Term:
         if cls.kind:
             _KINDS[cls.kind] = cls
 
-    def bend(self, scores: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
+    def apply(self, scores: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
         """The scores after this term, and its derivative with respect to the scores before it (None: 1)."""
         return scores, None
 
@@ -177,7 +179,7 @@ class Term:
         """What weights that stay are multiplied with."""
         return 1.0
 
-    def joins(self, where: Where) -> Tensor | None:
+    def row_logits(self, where: Where) -> Tensor | None:
         """Logits that join the sum of their rows beside the keys, broadcastable to (batch, heads, rows, 1)."""
         return None
 
@@ -207,7 +209,7 @@ class Term:
         return sums
 
     def gradients(self, dscores: Tensor, scores: Tensor, where: Where, wants: Wants) -> Grads:
-        """Of its operands among `wants`, in their shapes, from the gradient of what `bend` made of these scores.
+        """Of its operands among `wants`, in their shapes, from the gradient of what `apply` made of these scores.
 
         By autograd. A term that can say it at less cost may.
         """
@@ -215,7 +217,7 @@ class Term:
         if not leaves:
             return {}
         with recording():
-            bent, _ = self.bend(scores.detach(), where._replace(operands={**where.operands, **leaves}))
+            bent, _ = self.apply(scores.detach(), where._replace(operands={**where.operands, **leaves}))
             if not bent.requires_grad:  # they do something else than to change scores
                 return {}
             found = torch.autograd.grad(bent, list(leaves.values()), dscores.expand(bent.shape).to(bent.dtype))
@@ -279,13 +281,25 @@ class Term:
         return self.kind
 
     @property
+    def numbers(self) -> dict[str, float]:
+        """Its fields that are floats, under the names of the parameters by which kernels read them: `kind_field`."""
+        floats = [field.name for field in fields(self) if field.type in ("float", float)]  # type: ignore[arg-type]
+        return {f"{self.kind}_{name}": getattr(self, name) for name in floats}
+
+    @property
     def operands(self) -> dict[str, type[Any]]:
-        """The members of its C++ `Operands`, by name, as ctypes; what all kernels have is not among them."""
-        return {}
+        """The members of its C++ `Operands`, by name, as ctypes; what all kernels have is not among them.
+
+        By default its numbers.
+        """
+        return dict.fromkeys(self.numbers, ctypes.c_float)
 
     def params(self, unit: float, *, precise: bool) -> dict[str, float]:
-        """What the struct reads of a kernel's parameters. A score before this term is `unit` times a kernel's value."""
-        return {}
+        """What the struct reads of a kernel's parameters. A score before this term is `unit` times a kernel's value.
+
+        By default its numbers, as they are.
+        """
+        return self.numbers
 
     def problem_params(self, problem: Asked) -> dict[str, float]:
         """Parameters of the struct that depend on the problem."""
@@ -326,7 +340,7 @@ class Softcap(Term):
 
     cap: float
 
-    def bend(self, scores: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
+    def apply(self, scores: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
         bent = torch.tanh(scores / self.cap)
         return self.cap * bent, 1.0 - bent * bent
 
@@ -338,6 +352,11 @@ class Softcap(Term):
 
     def cpp_type(self, *, precise: bool) -> str:
         return f"tilewise::Softcap<tilewise::Precision::{'precise' if precise else 'fast'}>"
+
+    @property
+    def operands(self) -> dict[str, type[Any]]:
+        """None: the parameters of every kernel have the place of a cap."""
+        return {}
 
     def params(self, unit: float, *, precise: bool) -> dict[str, float]:
         """From a score to its part of the cap; for approximate instructions, in units of their exponential."""
@@ -394,7 +413,7 @@ def bend_all(scores: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
     """The scores after all terms of the problem, and the product of their slopes."""
     slope: Tensor | None = None
     for term in where.problem.scores:
-        scores, own = term.bend(scores, where)
+        scores, own = term.apply(scores, where)
         if own is not None:
             slope = own if slope is None else slope * own
     return scores, slope
@@ -404,7 +423,7 @@ def unbend_all(dscores: Tensor, scores: Tensor, where: Where, wants: Wants) -> G
     """The gradients of the terms' operands, from that of the scores after all terms; `scores` are those before them."""
     steps: list[tuple[Term, Tensor, Tensor | None]] = []
     for term in where.problem.scores:
-        bent, slope = term.bend(scores, where)
+        bent, slope = term.apply(scores, where)
         steps.append((term, scores, slope))
         scores = bent
     grads: Grads = {}
@@ -444,7 +463,7 @@ def observe_all(scores: Tensor, where: Where, results: dict[str, Tensor] | None)
 
 def join_all(where: Where, dtype: torch.dtype) -> list[Tensor]:
     """The logits that join the sums of the rows, each broadcastable to (batch, heads, rows, 1)."""
-    found = [term.joins(where) for term in where.problem.scores]
+    found = [term.row_logits(where) for term in where.problem.scores]
     return [logit.to(dtype) for logit in found if logit is not None]
 
 
@@ -456,7 +475,7 @@ def unjoin_all(lse: Tensor, delta: Tensor, where: Where, wants: Wants) -> Grads:
         if not leaves:
             continue
         with recording():
-            logits = term.joins(where._replace(operands={**where.operands, **leaves}))
+            logits = term.row_logits(where._replace(operands={**where.operands, **leaves}))
             if logits is not None:
                 drows = -torch.exp(logits.detach() - lse) * delta
                 found = torch.autograd.grad(logits.expand(drows.shape), list(leaves.values()), drows)

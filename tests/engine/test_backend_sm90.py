@@ -110,7 +110,7 @@ def test_heads_share_tiles_where_that_spares_some(changes, rows):
 def test_heads_that_lie_apart_are_not_folded():
     problem = make_problem((1, 32, 16, 128), torch.bfloat16, heads_kv=8, seq_kv=8192)
     program = SM90.program(problem, H200, SM90.configs(problem, H200)[0])
-    assert program.unless_viewed.launches[0].fields["seq_q"] == 16
+    assert program.fallback_without_views.launches[0].fields["seq_q"] == 16
     behind = torch.empty(1, 32, 16, 128)
     apart = torch.empty(1, 16, 32, 128).transpose(1, 2)
     assert run._viewed(program, {"q": behind, "out": behind})["q"].shape == (1, 8, 64, 128)

@@ -176,7 +176,7 @@ class Direction:
         if problem.empty:
             return []
         make = self._backend.backward_program if self._number else self._backend.program
-        return list(make(problem, target, config).says)
+        return list(make(problem, target, config).summary)
 
 
 class Fused:

@@ -280,8 +280,8 @@ def program(problem: Problem, target: Target, config: Config) -> Program:
     params = extents.params(params_for(problem, _Params))
     launch = Launch(kernel, params, fields, grid, config.threads, overlap=target.capability >= (9, 0))
     # Nothing else divides the keys, or knows caches: a kernel that spills a register or two is better than none.
-    says = _says(problem, target, config, grid, units, items, runs, invariant)
-    return lenient(Program((launch,), scratch, says=says))
+    says = _summary(problem, target, config, grid, units, items, runs, invariant)
+    return lenient(Program((launch,), scratch, summary=says))
 
 
 def _shape(problem: Problem) -> dict[str, int]:
@@ -319,7 +319,7 @@ def _cache_fields(mask: Cached, problem: Problem) -> dict[str, Any]:
     }
 
 
-def _says(
+def _summary(
     problem: Problem, target: Target, config: Config, grid: int, units: int, items: int, runs: _Runs, invariant: bool
 ) -> tuple[str, ...]:
     """For `explain`: how the keys are divided, and what memory allows."""

@@ -237,7 +237,7 @@ def _chosen_by(problem: Problem) -> Problem:
     return batch.with_(batch=max(1, tiles(rows, seq_q)), seq_q=seq_q, seq_kv=seq_kv, mask=mask)
 
 
-def says(problem: Problem, table: Table) -> str:
+def summary(problem: Problem, table: Table) -> str:
     """For `explain`."""
     mask = mask_of(problem)
     mean = problem.seq_q / max(1, mask.sequences)

@@ -144,26 +144,26 @@ class Prepared(NamedTuple):
 class Program(NamedTuple):
     """Launches in the order of a stream, and what they share.
 
-    `views`: operands that the launches see with another shape. Where the strides of a call do not allow that,
-    `unless_viewed` is what runs instead. `unless_mapped` likewise, where strides or address of an operand do not allow
-    a tensor map of it. `sums`: of operands, what a backward leaves of their gradients, all of it written, where that is
-    something else than their terms say.
+    `views`: operands that the launches see with another shape. `fallback_without_views` is launched instead where the
+    strides of a call do not allow that, and `fallback_without_tma` where the strides or the address of an operand do
+    not allow a tensor map of it. `sums`: what a backward leaves of the gradients of operands, all of it written, where
+    that differs from what their terms state.
     """
 
     launches: tuple[Launch, ...]
     scratch: Layout = Layout()
     zeroed: frozenset[str] = frozenset()  # results that must be zero before the first launch
-    says: tuple[str, ...] = ()  # for `explain`
+    summary: tuple[str, ...] = ()  # for `explain`
     views: tuple[tuple[str, Shape], ...] = ()
-    unless_viewed: Program | None = None
+    fallback_without_views: Program | None = None
     prepared: tuple[Prepared, ...] = ()
-    unless_mapped: tuple[str, Program] | None = None
+    fallback_without_tma: tuple[str, Program] | None = None
     sums: tuple[tuple[str, Sums], ...] = ()
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        """Every kernel that a call may launch, but those of `unless_mapped`, which are built when a call needs them."""
-        others = () if self.unless_viewed is None else self.unless_viewed.units
+        """Every kernel that a call may launch. Those of `fallback_without_tma` are built when a call needs them."""
+        others = () if self.fallback_without_views is None else self.fallback_without_views.units
         before = [unit for one in self.prepared for unit in one.program.units]
         return tuple(dict.fromkeys([*(launch.unit for launch in self.launches), *before, *others]))
 

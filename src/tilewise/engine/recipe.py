@@ -62,7 +62,7 @@ def recipe_of(program: Program, operands: Mapping[str, torch.Tensor | None], dev
     alive. Kernels are built and loaded, which raises CompileError where one does not build.
     """
     program, operands = run.fitting(program, operands)
-    if program.unless_mapped is not None:
+    if program.fallback_without_tma is not None:
         return None
     results = dict(result for before in program.prepared for result in before.results)
     sources = tuple(dict.fromkeys(name for one in program.prepared for name in one.operands if name not in results))

@@ -71,8 +71,8 @@ def load(program: Program, operands: Mapping[str, Tensor | None], device: int) -
         "bytes": torch.uint8,
     }
     lines = [f"stream = stream_of({device})"]
-    if program.unless_mapped is not None:
-        name, other = program.unless_mapped
+    if program.fallback_without_tma is not None:
+        name, other = program.fallback_without_tma
         names["unmapped"] = _Later(other, operands, device)
         lines.insert(0, f"if {name}.data_ptr() & 15: return unmapped({', '.join(operands)})")
     made: dict[str, Tensor] = {}
@@ -120,13 +120,13 @@ def _code(text: str) -> CodeType:
 def fitting(program: Program, operands: Mapping[str, Tensor | None]) -> tuple[Program, Mapping[str, Tensor | None]]:
     """What runs for operands of these strides, the program or one that takes its place, and the operands as it sees
     them."""
-    if program.unless_viewed is not None:
+    if program.fallback_without_views is not None:
         viewed = _viewed(program, operands)
         if viewed is None:
-            return fitting(program.unless_viewed, operands)
+            return fitting(program.fallback_without_views, operands)
         operands = viewed
-    if program.unless_mapped is not None:
-        name, other = program.unless_mapped
+    if program.fallback_without_tma is not None:
+        name, other = program.fallback_without_tma
         if not _can_be_mapped(operands[name]):
             return fitting(other, operands)
     return program, operands
@@ -532,7 +532,7 @@ def _backward(program: Program, problem: Problem, wants: Wants, given: Operands)
     what they visit. Where its term says so, they leave sums there that the gradient is made of; where the program says
     so, all of these."""
     names = tuple(operand.name for operand in problem.operands)
-    if program.unless_mapped is not None:
+    if program.fallback_without_tma is not None:
         return _mapped_backward(program, problem, wants, given)
     wanted = [name for name in (*INPUTS, *names) if name in wants]
     written = dict(program.sums)
@@ -597,12 +597,12 @@ def backward_operands(problem: Problem, wants: Wants, given: Operands) -> dict[s
 
 def _mapped_backward(program: Program, problem: Problem, wants: Wants, given: Operands) -> BoundBackward:
     """By the address of an operand: with a tensor map of it, or without. The two may leave other sums."""
-    assert program.unless_mapped is not None
-    operand, other = program.unless_mapped
+    assert program.fallback_without_tma is not None
+    operand, other = program.fallback_without_tma
     names = tuple(one.name for one in problem.operands)
     if not _can_be_mapped(_as_read(problem, given)[operand]):
         return _backward(other, problem, wants, given)
-    mapped = _backward(program._replace(unless_mapped=None), problem, wants, given)
+    mapped = _backward(program._replace(fallback_without_tma=None), problem, wants, given)
     unmapped: list[BoundBackward] = []  # once a call has needed it
     place = names.index(operand)
 

@@ -103,7 +103,7 @@ class TileMap(NamedTuple):
         return bool(self.prepared)
 
     @property
-    def says(self) -> tuple[str, ...]:
+    def summary(self) -> tuple[str, ...]:
         return ("a tile map of `keep` says which tiles are visited, and which are masked",) if self.is_used else ()
 
 

@@ -41,7 +41,7 @@ class Alibi(Learner):
         over = () if self.batched else ("batch",)
         return (Operand("slopes", True, ("batch", "head"), over, torch.float32),)
 
-    def bend(self, scores: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
+    def apply(self, scores: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
         problem, device = where.problem, scores.device
         distance = where.row_numbers(device) + (problem.seq_kv - problem.seq_q) - where.key_numbers(device)
         return scores - operand_of(where, self.tensors[0], scores.dtype) * distance.abs(), None

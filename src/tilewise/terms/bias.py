@@ -59,7 +59,7 @@ class Bias(Learner):
         if self.paired:
             check_paired(name, tensor, problem)
 
-    def bend(self, scores: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
+    def apply(self, scores: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
         bias = operand_of(where, self.tensors[0], scores.dtype)
         return scores + bias.masked_fill(bias < LOWEST, -torch.inf), None
 

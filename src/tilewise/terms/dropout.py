@@ -76,6 +76,9 @@ class Dropout(Term):
         numbers = {"dropout_weight": ctypes.c_float, "dropout_bound": ctypes.c_uint, "dropout_turned": ctypes.c_uint}
         return members("seed", ("span",)) | numbers | {"dropout_heads": ctypes.c_int}
 
+    def params(self, unit: float, *, precise: bool) -> dict[str, float]:
+        return {}
+
     def problem_params(self, problem: Asked) -> dict[str, float]:
         bound, turned = bound_of(self.threshold)
         return {

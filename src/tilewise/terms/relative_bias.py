@@ -57,7 +57,7 @@ class RelativeBias(Learner):
             f"{4 * MOST_SCORES / 2**30:.0f}"
         )
 
-    def bend(self, scores: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
+    def apply(self, scores: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
         device = scores.device
         index = where.key_numbers(device) - where.row_numbers(device) + self.zero
         table = where.operands["table"].to(scores.dtype)

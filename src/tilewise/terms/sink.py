@@ -32,7 +32,7 @@ class Sink(Learner):
     def tensors(self) -> tuple[Operand, ...]:
         return (Operand("sink", True, ("head",), (), torch.float32),)
 
-    def joins(self, where: Where) -> Tensor | None:
+    def row_logits(self, where: Where) -> Tensor | None:
         return operand_of(where, self.tensors[0])
 
     def why_not(self, problem: Asked) -> str:

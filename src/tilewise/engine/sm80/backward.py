@@ -216,9 +216,9 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
     says = f"{config}; {divided}, {scratch.bytes / 2**20:.1f} MiB of scratch"
     if table is not None:
         launches = [table.told(launch) for launch in launches]
-        said = (says, packed.says(problem, table))
+        said = (says, packed.summary(problem, table))
         return Program(tuple(launches), scratch, packed.unwritten(problem), said, prepared=(table.prepared,))
-    return Program(tuple(launches), scratch, says=(says, *tile_map.says), prepared=tile_map.prepared)
+    return Program(tuple(launches), scratch, summary=(says, *tile_map.summary), prepared=tile_map.prepared)
 
 
 def backward_fields(problem: Problem, divided: division.Division, q_tiles: int, kv_tiles: int) -> dict[str, object]:

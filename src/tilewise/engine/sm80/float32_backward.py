@@ -177,7 +177,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
         *edge_launches(problem, target.arch, scratch.address("row_terms"), rows, -1.0),
     )
     says = f"{config}; {divided}, {scratch.bytes / 2**20:.1f} MiB of scratch"
-    return Program(launches, scratch, says=(says,))
+    return Program(launches, scratch, summary=(says,))
 
 
 # Estimates, not measured: steps of float32 are long compared with the loads and stores of a CTA.

@@ -132,7 +132,7 @@ def program(problem: Problem, target: Target, config: Config) -> Program:
     kernel = unit(config, target.arch, problem.scores, tile_map.extents)
     params = tile_map.extents.params(params_for(problem, _Params))
     made = forward_program(problem, target, config, Launch(kernel, params, fields, 0, 0))
-    return made._replace(says=(*made.says, *tile_map.says), prepared=tile_map.prepared)
+    return made._replace(summary=(*made.summary, *tile_map.summary), prepared=tile_map.prepared)
 
 
 def _packed_program(problem: Problem, target: Target, config: Config) -> Program:
@@ -151,7 +151,7 @@ def _packed_program(problem: Problem, target: Target, config: Config) -> Program
     params = packed.PACKED.params(params_for(problem, _Params))
     launch = Launch(kernel, params, fields, table.q_room * problem.heads_q, config.threads)
     grid = f"up to {launch.grid} CTAs of {config.threads} threads, at most {config.register_limit} registers per thread"
-    return Program((launch,), says=(grid, packed.says(problem, table)), prepared=(table.prepared,))
+    return Program((launch,), summary=(grid, packed.summary(problem, table)), prepared=(table.prepared,))
 
 
 def tensor_fields(problem: Problem, target: Target, block_q: int, number_bytes: int) -> dict[str, object]:
@@ -169,4 +169,4 @@ def forward_program(problem: Problem, target: Target, config: Any, launch: Launc
     occupancy = f"{config.ctas_per_sm} per multiprocessor, {config.warps * config.ctas_per_sm} warps"
     waves = f"{work / together:.1f} waves" if together else "waves unknown"
     says = f"{work} CTAs of {config.threads} threads {order}, {registers}; {occupancy}; {waves}"
-    return Program((launch._replace(grid=work, threads=config.threads),), says=(says,))
+    return Program((launch._replace(grid=work, threads=config.threads),), summary=(says,))

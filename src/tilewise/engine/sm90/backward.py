@@ -220,7 +220,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
         return _program(problem, target, config, wants)
     unmapped = next(one for one in configs(problem, target) if not one.bias_stages)
     mapped = _staged_program(staged(problem), target, config, wants)
-    return mapped._replace(unless_mapped=("bias", lenient(_program(problem, target, unmapped, wants))))
+    return mapped._replace(fallback_without_tma=("bias", lenient(_program(problem, target, unmapped, wants))))
 
 
 def _staged_program(problem: Problem, target: Target, config: Config, wants: Wants) -> Program:
@@ -237,8 +237,8 @@ def _staged_program(problem: Problem, target: Target, config: Config, wants: Wan
     }
     launch = bias_gradient.launch(problem, target, row_terms, rows, factors)
     sums = (("bias", bias_gradient.sums_of(problem)),)
-    says = (*others.says, "a kernel of its own makes the gradient of the bias")
-    return others._replace(launches=(*others.launches, launch), says=says, sums=sums)
+    says = (*others.summary, "a kernel of its own makes the gradient of the bias")
+    return others._replace(launches=(*others.launches, launch), summary=says, sums=sums)
 
 
 def _program(problem: Problem, target: Target, config: Config, wants: Wants) -> Program:
@@ -376,10 +376,10 @@ def _program(problem: Problem, target: Target, config: Config, wants: Wants) -> 
             **_stored_rows("dv", "v" in wants),
         }
         launches = [table.told(launch, **told) for launch in launches]
-        said = (f"{config}; {divided}, {scratch.bytes / 2**20:.1f} MiB of scratch", packed.says(problem, table))
+        said = (f"{config}; {divided}, {scratch.bytes / 2**20:.1f} MiB of scratch", packed.summary(problem, table))
         return Program(tuple(launches), scratch, zeroed, said, prepared=(table.prepared,))
     blind = takes_tickets and not _every_tile_sees_keys(problem, config.block_q)
-    says = (f"{config}; {divided}, {scratch.bytes / 2**20:.1f} MiB of scratch", *tile_map.says)
+    says = (f"{config}; {divided}, {scratch.bytes / 2**20:.1f} MiB of scratch", *tile_map.summary)
     zeroed = frozenset({"dq"} if blind else ())
     return Program(tuple(launches), scratch, zeroed, says, prepared=tile_map.prepared)
 

@@ -232,7 +232,7 @@ def program(problem: Problem, target: Target, config: Config) -> Program:
     grid_text = f"{query_tiles(problem, config.block_q)} CTAs of {config.threads} threads"
     held = f"before it a kernel that splits q, k and v, {scratch.bytes / 2**20:.1f} MiB of scratch"
     says = f"{grid_text}, {config.register_limit} registers per thread; {held}"
-    return Program(tuple(launches), scratch, says=(says,))
+    return Program(tuple(launches), scratch, summary=(says,))
 
 
 def max_exponents(problem: Problem) -> int:

@@ -128,7 +128,7 @@ def configs(problem: Problem, target: Target) -> list[Config]:
     small: list[Config] = []
     fitting: list[tuple[float, Config]] = []
     equal = isinstance(folded.mask, Full) and target.sms > 0
-    for row, config in _ships(problem):
+    for row, config in _table_configs(problem):
         work = query_tiles(folded, config.block_q)
         ends = 0.0
         if equal and "speed" in row:
@@ -165,10 +165,10 @@ def _narrower(row: dict[str, Any], problem: Problem) -> dict[str, Any]:
 
 def for_any_length(problem: Problem, target: Target) -> list[Config]:
     """Configs of the table that ships for such heads and masks, for any lengths."""
-    return [config for _, config in _ships(problem)]
+    return [config for _, config in _table_configs(problem)]
 
 
-def _ships(problem: Problem) -> list[tuple[rules.Row, Config]]:
+def _table_configs(problem: Problem) -> list[tuple[rules.Row, Config]]:
     """The rows of the table for such heads and masks."""
     kind, element = _mask_kind(problem), Element.of(problem.dtype)
     rows = rules.rows("sm90", "forward", _class_of(problem), _roomy(problem))
@@ -217,9 +217,12 @@ def program(problem: Problem, target: Target, config: Config) -> Program:
     rows = (folded.batch, folded.heads_q, folded.seq_q)
     shared = _program(folded, target, config)
     return shared._replace(
-        says=(*shared.says, f"the {problem.group} query heads of a KV head share tiles, if their strides let them"),
+        summary=(
+            *shared.summary,
+            f"the {problem.group} query heads of a KV head share tiles, if their strides let them",
+        ),
         views=(("q", (*rows, folded.head_dim)), ("out", (*rows, folded.head_dim_v))),
-        unless_viewed=_program(problem, target, config),
+        fallback_without_views=_program(problem, target, config),
     )
 
 
@@ -229,7 +232,7 @@ def _program(problem: Problem, target: Target, config: Config) -> Program:
         return _launches(problem, target, config)
     unmapped = next(one for one in configs(problem, target) if not one.bias_slots)
     mapped = _launches(staged(problem), target, config)
-    return mapped._replace(unless_mapped=("bias", lenient(_launches(problem, target, unmapped))))
+    return mapped._replace(fallback_without_tma=("bias", lenient(_launches(problem, target, unmapped))))
 
 
 def _launches(problem: Problem, target: Target, config: Config) -> Program:
@@ -285,7 +288,7 @@ def _launches(problem: Problem, target: Target, config: Config) -> Program:
     grid_text = f"{ctas} CTAs of {config.threads} threads, {config.register_limit} registers per thread"
     parts = f" times {splits} parts of their keys, put together by a second kernel" if config.split else ""
     says = f"{grid_text}; {work} query tiles{parts} {order}, {work * splits / ctas:.1f} waves"
-    return Program(tuple(launches), scratch, says=(says, *tile_map.says), prepared=tile_map.prepared)
+    return Program(tuple(launches), scratch, summary=(says, *tile_map.summary), prepared=tile_map.prepared)
 
 
 def _packed_program(problem: Problem, target: Target, config: Config) -> Program:
@@ -315,7 +318,7 @@ def _packed_program(problem: Problem, target: Target, config: Config) -> Program
     params = packed.PACKED.params(params_for(problem, _Params))
     launch = Launch(kernel, params, fields, ctas, config.threads, overlap=True)
     grid = f"{ctas} CTAs of {config.threads} threads, {config.register_limit} registers per thread"
-    return Program((launch,), says=(grid, packed.says(problem, table)), prepared=(table.prepared,))
+    return Program((launch,), summary=(grid, packed.summary(problem, table)), prepared=(table.prepared,))
 
 
 def _splits(problem: Problem, config: Config, target: Target) -> int:

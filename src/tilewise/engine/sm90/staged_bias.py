@@ -1,7 +1,8 @@
 """A bias whose tiles the kernels of Hopper have in shared memory: kernels/sm90/staged_bias.cuh.
 
 TMA brings them, ahead of their use. It asks for 16-bit numbers, keys side by side and rows that begin at multiples of
-16 bytes. A problem says the first; the strides and the address of a call decide the others (`Program.unless_mapped`).
+16 bytes. A problem says the first; the strides and the address of a call decide the others
+(`Program.fallback_without_tma`).
 """
 
 from __future__ import annotations

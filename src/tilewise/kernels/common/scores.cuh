@@ -29,8 +29,8 @@
 //
 //   Term(params, unit, at)             Constructs the state of one fragment. `params` are the parameters of the kernel, of any
 //                                      family, with the term's Operands: a term reads what it needs by name. `unit` is 1 for all
-//                                      terms but the first that has `apply`. `at` describes the place of the fragment; its members
-//                                      are listed in NoPlace below. Call only those that are needed, since each may cost registers:
+//                                      terms but the first that has `apply`. `at` has the coordinates of the fragment; its members
+//                                      are listed in NoCoords below. Call only those that are needed, since each may cost registers:
 //                                      none that only a hook that the term lacks would use.
 //   struct Once                        State shared by all fragments of a head, made from (params, at); the constructor
 //                                      gets it from once_of(), which returns the kernel's copy or makes a new one.
@@ -86,7 +86,10 @@
 //                                      For row r of the fragment: l is the sum of 2^(log2_unit (v_n - m)) over its keys; m = -inf
 //                                      and l = 0 where it sees none. Returns the factor by which O is multiplied when m changes.
 //   float slope(float v, int i)        T_t' of element i from v = v_t: the kernels keep the result of `apply`, or recover it from
-//                                      P, never its argument. Must be finite where P is 0. A term without it has slope 1.
+//                                      P, never its argument. Must be finite where P is 0, and there v may be -inf or NaN. A
+//                                      term without it has slope 1.
+//   float slope(float argument, float v, int i)
+//                                      The same from v_{t-1} and v_t, for a term with `before`, which recovers the argument.
 //   float before(float v, int i)       v_{t-1} from v_t. Needed where an earlier term has a slope.
 //   void gradient(float ds, int i)     Receives dS_t of element i, in ascending order, to store it or to add it up in the
 //                                      state. A term with a member `ds_unit` receives it in that unit. Tiles that the mask hides
@@ -97,8 +100,8 @@
 //   void end_gradient()                Called after the last element, to add the state to global memory.
 //
 // The terms that read tensors are in terms/. One more kind is possible:
-//   a function    apply and slope, from its trace; `slope` in terms of the result. If it cannot be expressed so, the kernels
-//                 would have to keep the argument
+//   a function    apply and slope, from its trace; `slope` in terms of the result, or of the argument if that follows from
+//                 the result. Otherwise the kernels would have to keep the argument
 //
 // To add a term, add a struct in terms/, and a class in tilewise/terms that names it and fills in its operands.
 // clang-format on
@@ -115,11 +118,11 @@ enum class RowsAre { queries, keys };
 
 constexpr int drawn_words = 2;  // for eight weights that a term may drop
 
-// The place of a thread's fragment. Each kernel has its own struct Place with these members, which
-// are functions: a term calls those that it needs. Why functions: where registers are few, their
-// inputs are read again each time. (This struct serves the concepts below, which only test whether
-// a hook exists.)
-struct NoPlace {
+// The coordinates of a thread's fragment. Each kernel has its own struct ElementCoords with these
+// members, which are functions: a term calls those that it needs. Why functions: where registers
+// are few, their inputs are read again each time. (This struct serves the concepts below, which
+// only test whether a hook exists.)
+struct NoCoords {
   static constexpr RowsAre rows_are = RowsAre::queries;
   __device__ int row() const;     // of element 0: a query, or a key where rows are keys
   __device__ int column() const;  // of element 0: a key, or a query where rows are keys
@@ -131,8 +134,8 @@ struct NoPlace {
   __device__ RowBand row_band() const;
 };
 
-// The head of a place, which is known before any fragment is.
-struct HeadPlace {
+// The head of such coordinates, which is known before any fragment is.
+struct HeadCoords {
   int batch_index, head_index;
 
   __device__ __forceinline__ int batch() const { return batch_index; }
@@ -150,7 +153,7 @@ struct alignas(4) OnceRoom {
   }
 };
 
-// The part of a place that a term may keep: the query and the key of element i.
+// The part of these coordinates that a term may keep: the query and the key of element i.
 struct Elements {
   int row, column;
   RowsAre rows_are;
@@ -368,7 +371,7 @@ concept LoadsFew = requires { requires Term::loads_few; };
 template <typename Term>
 concept HasEasy = requires(Term term, const float (&v)[8]) { term.easy = term.are_easy(v); };
 template <typename Term>
-concept HasHide = requires(Term term, float (&v)[4]) { term.hide(v, NoPlace{}); };
+concept HasHide = requires(Term term, float (&v)[4]) { term.hide(v, NoCoords{}); };
 template <typename Term>
 concept HidesByData = requires { requires Term::hides_by_data; };
 template <typename Term>
@@ -395,9 +398,11 @@ concept HasObserve = requires(Term term, const float (&v)[4]) { term.observe(v, 
 template <typename Term>
 concept HasFinishRow = requires(Term term, float& x) { term.finish_row(x, x, 1.0f, 0); };
 template <typename Term>
-concept HasSlope = requires(Term term) { term.slope(0.0f, 0); };
-template <typename Term>
 concept HasBefore = requires(Term term) { term.before(0.0f, 0); };
+template <typename Term>
+concept HasSlopeOfArgument = requires(Term term) { term.slope(0.0f, 0.0f, 0); };
+template <typename Term>
+concept HasSlope = HasSlopeOfArgument<Term> || requires(Term term) { term.slope(0.0f, 0); };
 template <typename Term>
 concept HasWeighedGradient = requires(Term term) { term.gradient(0.0f, Weighed{}, 0); };
 template <typename Term>
@@ -550,12 +555,18 @@ struct TermChain<First, Rest...> {
     } else if constexpr (HasGradient<First>) {
       first.gradient(ds * unit, i);
     }
-    if constexpr (HasSlope<First>) {
+    if constexpr (HasSlopeOfArgument<First>) {
+      static_assert(HasBefore<First>, "no kernel keeps the argument of a term");
+      const float argument = first.before(v, i), slope = first.slope(argument, v, i);
+      ds *= slope;
+      weighed.p *= slope;
+      v = argument;
+    } else if constexpr (HasSlope<First>) {
       const float slope = first.slope(v, i);
       ds *= slope;
       weighed.p *= slope;
     }
-    if constexpr (HasBefore<First>) v = first.before(v, i);
+    if constexpr (HasBefore<First> && !HasSlopeOfArgument<First>) v = first.before(v, i);
     return ds;
   }
   __device__ __forceinline__ void end_gradient() {

@@ -142,7 +142,7 @@ struct Backward {
 
   // Where a block of 16 rows of this warp's scores lies (`at` in common/scores.cuh). The warp's
   // scores begin at `first_row` and `first_column` of the tile.
-  struct Place {
+  struct ElementCoords {
     static constexpr RowsAre rows_are = RowsAre::queries;
     const Backward& kernel;
     const int t, first_row, first_column;
@@ -159,7 +159,7 @@ struct Backward {
     __device__ __forceinline__ RowBand row_band() const { return kernel.sequence().row_band(); }
   };
   // The same, with the column computed once for all blocks.
-  struct PlaceInColumn : Place {
+  struct ElementCoordsInColumn : ElementCoords {
     const int known_column;
     __device__ __forceinline__ int column() const { return known_column; }
   };
@@ -193,12 +193,13 @@ struct Backward {
         s, ptx::smem_address(smem.q[slot]), block_row, ptx::smem_address(smem.k), block_column);
 #pragma unroll
     for (int t = 0; t < score_blocks; ++t)
-      Policy::apply(s[t], params, Unit{}, Place{*this, t, first_row, first_column});
+      Policy::apply(s[t], params, Unit{}, ElementCoords{*this, t, first_row, first_column});
     if (partial_at(cursor)) {
-      const int column = Place{*this, 0, first_row, first_column}.column();
+      const int column = ElementCoords{*this, 0, first_row, first_column}.column();
 #pragma unroll
       for (int t = 0; t < score_blocks; ++t)
-        Policy::hide(s[t], params, PlaceInColumn{{*this, t, first_row, first_column}, column});
+        Policy::hide(s[t], params,
+                     ElementCoordsInColumn{{*this, t, first_row, first_column}, column});
     }
 #pragma unroll
     for (int t = 0; t < score_blocks; ++t) {
@@ -213,7 +214,7 @@ struct Backward {
       for (int t = 0; t < score_blocks; ++t) {
 #pragma unroll
         for (int i = 0; i < score_columns * 8; ++i) kept[t][i] = s[t][i];
-        Policy::drop(kept[t], params, Place{*this, t, first_row, first_column});
+        Policy::drop(kept[t], params, ElementCoords{*this, t, first_row, first_column});
       }
       store_scores(kept, ptx::smem_address(smem.p), first_row, first_column);
     } else if constexpr (config.makes_dkv) {
@@ -227,7 +228,7 @@ struct Backward {
     for (int t = 0; t < score_blocks; ++t) {
       const float lse[2] = {row_lse[t * 16], row_lse[t * 16 + 8]};
       const float term[2] = {row_term[t * 16], row_term[t * 16 + 8]};
-      auto terms = Policy::backward(params, Place{*this, t, first_row, first_column});
+      auto terms = Policy::backward(params, ElementCoords{*this, t, first_row, first_column});
 #pragma unroll
       for (int i = 0; i < score_columns * 8; ++i) {
         const float ds = s[t][i] * (terms.drop(dp[t][i], i) - term[row_of(i)]);
@@ -421,7 +422,7 @@ struct Backward {
     if (plan.pieces > 1 && !join_pieces()) return;
     __syncthreads();
     if constexpr (Policy::drops) {
-      const float weight = Policy::kept_weight(params, Place{*this, 0, 0, 0});
+      const float weight = Policy::kept_weight(params, ElementCoords{*this, 0, 0, 0});
 #pragma unroll
       for (int t = 0; t < key_blocks; ++t) {
 #pragma unroll

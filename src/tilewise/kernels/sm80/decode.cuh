@@ -538,7 +538,7 @@ struct Decode {
 
   // Where one row of a fragment lies (`at` in common/scores.cuh). Terms do not support tiles whose
   // rows belong to several heads.
-  struct Place {
+  struct ElementCoords {
     static constexpr RowsAre rows_are = RowsAre::queries;
     const Decode& kernel;
     const Segment& at;
@@ -567,7 +567,7 @@ struct Decode {
       for (int r = 0; r < 2; ++r) {
         const int i = 2 * r;
         float v[8] = {s[t][i], s[t][i + 1], 0.0f, 0.0f, s[t][4 + i], s[t][5 + i], 0.0f, 0.0f};
-        change(v, Place{*this, at, 16 * t + lane / 4 + 8 * r, first});
+        change(v, ElementCoords{*this, at, 16 * t + lane / 4 + 8 * r, first});
         s[t][i] = v[0];
         s[t][i + 1] = v[1];
         s[t][4 + i] = v[4];
@@ -598,8 +598,9 @@ struct Decode {
       }
     }
     if constexpr (Policy::transforms)
-      by_rows(at, first, s,
-              [&](float (&v)[8], const Place& place) { Policy::apply(v, params, Unit{}, place); });
+      by_rows(at, first, s, [&](float (&v)[8], const ElementCoords& place) {
+        Policy::apply(v, params, Unit{}, place);
+      });
   }
 
   __device__ __forceinline__ void attend(const Segment& at, const SeenSpans& keys, int first,
@@ -611,7 +612,7 @@ struct Decode {
     scores(at, first, block, s);
     if (partial)
       by_rows(at, first, s,
-              [&](float (&v)[8], const Place& place) { Policy::hide(v, params, place); });
+              [&](float (&v)[8], const ElementCoords& place) { Policy::hide(v, params, place); });
     u32 p[row_tiles][1][4];
 #pragma unroll
     for (int t = 0; t < row_tiles; ++t) {
@@ -796,7 +797,8 @@ struct Decode {
     const auto sequence = sequence_of<Extents>(params, at.record);
     const int token = token_of(at, row), head = head_of(at, row);
     const int batch = sequence.batch(at.b);
-    const float factor = Policy::finish_row(params, Place{*this, at, row, 0}, 0, m, l, 1.0f);
+    const float factor =
+        Policy::finish_row(params, ElementCoords{*this, at, row, 0}, 0, m, l, 1.0f);
     smem.row_factor[row] = l == 0.0f ? 0.0f : ptx::rcp(l) * factor;
     smem.row_out[row] = params.out.row(batch, head, sequence.q_start() + token);
     if (params.lse != nullptr)

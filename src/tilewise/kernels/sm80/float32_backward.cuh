@@ -209,7 +209,7 @@ struct Float32Backward {
   }
 
   // Where this thread's scores lie (`at` in common/scores.cuh).
-  struct Place {
+  struct ElementCoords {
     static constexpr RowsAre rows_are = RowsAre::keys;
     const Float32Backward& kernel;
 
@@ -261,14 +261,14 @@ struct Float32Backward {
     float values[Policy::has_slope ? block_q / 2 : 1];  // S after step 2, for its slope
     multiply_rows(ptx::smem_address(smem.k), ptx::smem_address(smem.q[slot]), params.head_dim, p);
     if constexpr (Policy::transforms)
-      Policy::apply(p, params, Unit{again(smem.units.s)}, Place{*this});
+      Policy::apply(p, params, Unit{again(smem.units.s)}, ElementCoords{*this});
     if constexpr (Policy::has_slope) {
 #pragma unroll
       for (int i = 0; i < block_q / 2; ++i) values[i] = p[i];
     }
     if constexpr (exact && !Policy::transforms)
       refine(slot, params.softmax_scale * again(smem.units.s), p);
-    if (plan.partial(cursor.q_tile)) Policy::hide(p, params, Place{*this});
+    if (plan.partial(cursor.q_tile)) Policy::hide(p, params, ElementCoords{*this});
     const float scale = params.softmax_scale * (Policy::transforms ? 1.0f : again(smem.units.s));
 #pragma unroll
     for (int i = 0; i < block_q / 2; ++i) {
@@ -284,14 +284,14 @@ struct Float32Backward {
 #pragma unroll
       for (int i = 0; i < block_q / 2; ++i) ds[i] *= again(smem.units.dp);
     }
-    auto terms = Policy::backward(params, Place{*this});
+    auto terms = Policy::backward(params, ElementCoords{*this});
 #pragma unroll
     for (int i = 0; i < block_q / 2; ++i)
       ds[i] = terms.pull_back(
           p[i] * (terms.drop(ds[i], i) - row_term[column_of(i)]), p[i], i,
           [&] { return values[i]; }, Policy::has_gradient ? again(smem.units.ds) : 1.0f);
     terms.end();
-    Policy::drop(p, params, Place{*this});
+    Policy::drop(p, params, ElementCoords{*this});
   }
 
   // Stores dS^T of this warp's keys in the queries x keys matrix. The stores are conflict-free:
@@ -486,8 +486,8 @@ struct Float32Backward {
 
   template <bool add>
   __device__ __forceinline__ void store_both() {
-    store_keys<config.head_dim_v, add>(dv, Policy::kept_weight(params, Place{*this}), params.dv,
-                                       params.head_dim_v);
+    store_keys<config.head_dim_v, add>(dv, Policy::kept_weight(params, ElementCoords{*this}),
+                                       params.dv, params.head_dim_v);
     store_keys<config.head_dim, add>(dk, params.scale, params.dk, params.head_dim);
   }
   __device__ __forceinline__ void finish() {

@@ -153,12 +153,12 @@ struct Float32Forward {
     for (int t = 0; t < row_tiles; ++t) {
 #pragma unroll
       for (int i = 0; i < block_kv / 2; ++i) p[t][i] += sums[t].total(i);
-      Policy::apply(p[t], params, Unit{}, Place{*this, t, kv_tile});
+      Policy::apply(p[t], params, Unit{}, ElementCoords{*this, t, kv_tile});
     }
   }
 
   // Where the scores of a block of rows lie (`at` in common/scores.cuh).
-  struct Place {
+  struct ElementCoords {
     static constexpr RowsAre rows_are = RowsAre::queries;
     const Float32Forward& kernel;
     const int t, kv_tile;
@@ -178,7 +178,8 @@ struct Float32Forward {
   // Step 3.
   __device__ __forceinline__ void hide(int kv_tile) {
 #pragma unroll
-    for (int t = 0; t < row_tiles; ++t) Policy::hide(p[t], params, Place{*this, t, kv_tile});
+    for (int t = 0; t < row_tiles; ++t)
+      Policy::hide(p[t], params, ElementCoords{*this, t, kv_tile});
   }
 
   // Whether the warp has large scores that matter.
@@ -287,10 +288,12 @@ struct Float32Forward {
     scores(kv_tile, slot);
     if (partial) hide(kv_tile);
 #pragma unroll
-    for (int t = 0; t < row_tiles; ++t) Policy::observe(p[t], params, Place{*this, t, kv_tile});
+    for (int t = 0; t < row_tiles; ++t)
+      Policy::observe(p[t], params, ElementCoords{*this, t, kv_tile});
     weigh(slot);
 #pragma unroll
-    for (int t = 0; t < row_tiles; ++t) Policy::drop(p[t], params, Place{*this, t, kv_tile});
+    for (int t = 0; t < row_tiles; ++t)
+      Policy::drop(p[t], params, ElementCoords{*this, t, kv_tile});
   }
 
   // Chooses the factor of Q as the head of this file describes. Invariant: this thread's copies of
@@ -472,7 +475,7 @@ struct Float32Forward {
       for (int r = 0; r < 2; ++r) {
         const int row = warp_row + t * 16 + lane / 4 + 8 * r;
         float total = quad_sum(sum[t][r]);
-        const Place place{*this, t, 0};
+        const ElementCoords place{*this, t, 0};
         const float row_factor =
             Policy::finish_row(params, place, r, row_max[t][r], total, params.scale_log2) *
             Policy::kept_weight(params, place);

@@ -156,11 +156,11 @@ struct Forward {
     }
 #pragma unroll
     for (int t = 0; t < row_tiles; ++t)
-      Policy::apply(s[t], params, Unit{}, Place{*this, t, kv_tile});
+      Policy::apply(s[t], params, Unit{}, ElementCoords{*this, t, kv_tile});
   }
 
   // Where the scores of a block of rows lie (`at` in common/scores.cuh).
-  struct Place {
+  struct ElementCoords {
     static constexpr RowsAre rows_are = RowsAre::queries;
     const Forward& kernel;
     const int t, position;
@@ -180,12 +180,14 @@ struct Forward {
   // Step 3.
   __device__ __forceinline__ void hide(int kv_tile) {
 #pragma unroll
-    for (int t = 0; t < row_tiles; ++t) Policy::hide(s[t], params, Place{*this, t, kv_tile});
+    for (int t = 0; t < row_tiles; ++t)
+      Policy::hide(s[t], params, ElementCoords{*this, t, kv_tile});
   }
 
   __device__ __forceinline__ void observe(int kv_tile) {
 #pragma unroll
-    for (int t = 0; t < row_tiles; ++t) Policy::observe(s[t], params, Place{*this, t, kv_tile});
+    for (int t = 0; t < row_tiles; ++t)
+      Policy::observe(s[t], params, ElementCoords{*this, t, kv_tile});
   }
 
   __device__ __forceinline__ void rescale(int t, const float (&alpha)[2]) {
@@ -250,7 +252,7 @@ struct Forward {
     settled = settled || !partial;
 #pragma unroll
     for (int t = 0; t < row_tiles; ++t) {
-      Policy::drop(s[t], params, Place{*this, t, kv_tile});
+      Policy::drop(s[t], params, ElementCoords{*this, t, kv_tile});
       pack_block<config.element>(s[t], p[t]);
     }
   }
@@ -397,7 +399,7 @@ struct Forward {
       for (int r = 0; r < 2; ++r) {
         const int row = warp_row + t * 16 + lane / 4 + 8 * r;
         float total = quad_sum(softmax[t].sum[r]);
-        const Place place{*this, t, 0};
+        const ElementCoords place{*this, t, 0};
         const float factor =
             Policy::finish_row(params, place, r, softmax[t].reference[r], total, 1.0f) *
             Policy::kept_weight(params, place);

@@ -100,7 +100,8 @@ struct ProductWarpgroup {
   // some time after seen_tile: the branch waits until the tile has arrived from shared memory.
   __device__ __forceinline__ void look_ahead(SeenTile tile) {
     if constexpr (looks_ahead) {
-      if (tile.is_partial()) Policy::look_ahead(ahead, params, Place{*this, tile, position.stage});
+      if (tile.is_partial())
+        Policy::look_ahead(ahead, params, ElementCoords{*this, tile, position.stage});
     }
   }
   __device__ __forceinline__ int first_key() const {
@@ -181,7 +182,7 @@ struct ProductWarpgroup {
     __device__ __forceinline__ int head() const { return kernel.smem.head[stage]; }
   };
   // Where its scores lie; `stage` is that of Q, which is still held.
-  struct Place {
+  struct ElementCoords {
     static constexpr RowsAre rows_are = RowsAre::keys;
     const ProductWarpgroup& kernel;
     const SeenTile tile;
@@ -232,7 +233,7 @@ struct ProductWarpgroup {
     }
   };
   // The first query of the tile, from which lines are counted.
-  struct TileStart : Place {
+  struct TileStart : ElementCoords {
     __device__ __forceinline__ int column() const { return this->tile.q_tile() * block_q; }
   };
   // Must be called before terms add to the contents of the room.
@@ -258,7 +259,7 @@ struct ProductWarpgroup {
   // S -> P in place.
   __device__ __forceinline__ void exponentiate(Fragment& s, int stage, SeenTile tile) {
     if constexpr (Policy::adds_line) {
-      const Place place{*this, tile, stage};
+      const ElementCoords place{*this, tile, stage};
       Policy::bend(s, params, place);
       if (tile.is_partial()) Policy::hide(s, params, place);
       const Line line = Policy::line(params, TileStart{place});
@@ -268,7 +269,7 @@ struct ProductWarpgroup {
         s[i] = ptx::ex2(fmaf(s[i], params.scale_log2, start[row_of(i)]));
     } else if constexpr (Policy::transforms) {
       wait_bias();
-      Policy::apply(s, params, Unit{}, Place{*this, tile, stage});
+      Policy::apply(s, params, Unit{}, ElementCoords{*this, tile, stage});
       release_bias();
       const float2* pairs = reinterpret_cast<const float2*>(smem.start_s[stage]) + threadIdx.x % 4;
 #pragma unroll
@@ -278,11 +279,11 @@ struct ProductWarpgroup {
         for (int i = 0; i < 4; ++i)
           s[4 * j + i] = fmaf(s[4 * j + i], params.scale_log2, i % 2 ? pair.y : pair.x);
       }
-      if (tile.is_partial()) Policy::hide(s, params, Place{*this, tile, stage});
+      if (tile.is_partial()) Policy::hide(s, params, ElementCoords{*this, tile, stage});
 #pragma unroll
       for (int i = 0; i < block_q / 2; ++i) s[i] = ptx::ex2(s[i]);
     } else {
-      if (tile.is_partial()) Policy::hide(s, params, Place{*this, tile, stage});
+      if (tile.is_partial()) Policy::hide(s, params, ElementCoords{*this, tile, stage});
 #pragma unroll
       for (int i = 0; i < block_q / 2; ++i) s[i] = ptx::ex2(s[i] * params.scale_log2);
     }
@@ -311,7 +312,7 @@ struct ProductWarpgroup {
     }
   }
   __device__ __forceinline__ float kept_weight() {
-    return Policy::kept_weight(params, Place{*this, SeenTile(0), 0});
+    return Policy::kept_weight(params, ElementCoords{*this, SeenTile(0), 0});
   }
   // The unit of dS where weights are dropped. It saves multiplying dP by the factor of kept
   // weights: the host multiplies dQ and dK by it instead.
@@ -522,7 +523,7 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
   __device__ __forceinline__ void draw(SeenTile tile) {
     if constexpr (Policy::drops) {
       Policy::find_dropped(dropped, params,
-                           typename Base::Place{*this, tile, this->position.stage});
+                           typename Base::ElementCoords{*this, tile, this->position.stage});
       wgmma::hold(dropped);
       ptx::mbarrier_wait(&smem.q_full[this->position.stage], this->position.phase);
     }
@@ -535,7 +536,7 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
     const int stage = this->position.stage;
     const float* start = smem.start_s[stage];
     this->wait_for_room();
-    auto terms = Policy::backward(params, typename Base::Place{*this, tile, stage});
+    auto terms = Policy::backward(params, typename Base::ElementCoords{*this, tile, stage});
 #pragma unroll
     for (int i = 0; i < block_q / 2; i += 2) {
       float x[2];
@@ -776,7 +777,7 @@ struct DvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
     ptx::mbarrier_wait(&smem.weights_empty, phase ^ 1);
     float4* room = reinterpret_cast<float4*>(smem.weights) + threadIdx.x % 128;
     const float2* pairs = reinterpret_cast<const float2*>(smem.start_s[stage]) + threadIdx.x % 4;
-    auto terms = Policy::backward(params, typename Base::Place{*this, tile, stage});
+    auto terms = Policy::backward(params, typename Base::ElementCoords{*this, tile, stage});
 #pragma unroll
     for (int i = 0; i < block_q / 2; i += 4) {
       const float2 pair = pairs[i];
@@ -796,7 +797,7 @@ struct DvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
     Weights<false, config.element, block_q / 2> weights;
     const int stage = this->position.stage;
     this->exponentiate(s, stage, tile);
-    Policy::mark(s, params, typename Base::Place{*this, tile, stage});
+    Policy::mark(s, params, typename Base::ElementCoords{*this, tile, stage});
     if constexpr (config.makes_dkv) {
       weights.set(s);
       if constexpr (Policy::drops) {
@@ -892,7 +893,7 @@ struct DkWarpgroup : ProductWarpgroup<config, Policy, Extents> {
       tile = this->seen_tile(this->position);
     }
     this->wait_for_room();
-    auto terms = Policy::backward(params, typename Base::Place{*this, tile, stage});
+    auto terms = Policy::backward(params, typename Base::ElementCoords{*this, tile, stage});
     ptx::mbarrier_wait(&smem.weights_full, phase);
     const float4* room = reinterpret_cast<const float4*>(smem.weights) + threadIdx.x % 128;
 #pragma unroll

@@ -129,7 +129,7 @@ struct BackwardProducer {
     if constexpr (Policy::drops) {
       if (at.head != once_head)
         once = typename Policy::Once(
-            params, HeadPlace{plan.batch, plan.head_kv * params.heads_per_kv + at.head});
+            params, HeadCoords{plan.batch, plan.head_kv * params.heads_per_kv + at.head});
       once_head = at.head;
       smem.once[stage].template as<typename Policy::Once>() = once;
     }

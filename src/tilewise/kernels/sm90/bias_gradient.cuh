@@ -219,7 +219,7 @@ struct BiasGradientConsumer : BiasGradientWalk<config, Policy, Extents> {
   Fragment s, dp, sums;
 
   // Where this thread's scores lie (`at` in common/scores.cuh).
-  struct Place {
+  struct ElementCoords {
     static constexpr RowsAre rows_are = RowsAre::queries;
     const BiasGradientConsumer& kernel;
     const BiasTile& tile;
@@ -301,7 +301,7 @@ struct BiasGradientConsumer : BiasGradientWalk<config, Policy, Extents> {
       bias_phase ^= 1;
     }
     has_bias = true;
-    const Place place{*this, tile, batch, head};
+    const ElementCoords place{*this, tile, batch, head};
     Policy::apply(s, params, Unit{}, place);
 #pragma unroll
     for (int i = 0; i < block_kv / 2; ++i) s[i] = fmaf(s[i], params.scale_log2, start_s[row_of(i)]);

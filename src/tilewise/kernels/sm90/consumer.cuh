@@ -176,7 +176,7 @@ struct Consumer {
   }
 
   // Where this thread's scores lie (`at` in common/scores.cuh).
-  struct Spot {
+  struct ElementCoords {
     static constexpr RowsAre rows_are = RowsAre::queries;
     const Consumer& kernel;
     const Part& part;
@@ -219,7 +219,8 @@ struct Consumer {
              2 * (kernel.lane % 4);
     }
   };
-  struct Place : Spot {
+  // The same, with what this thread has prepared for the terms.
+  struct PreparedCoords : ElementCoords {
     __device__ __forceinline__ const typename Policy::OfRows& of_rows() const {
       return this->kernel.of_rows;
     }
@@ -275,7 +276,7 @@ struct Consumer {
   }
   template <bool easy = false>
   __device__ __forceinline__ auto apply_terms(const Part& part, int kv_tile) {
-    const Place place{{*this, part, kv_tile}};
+    const PreparedCoords place{{*this, part, kv_tile}};
     if constexpr (config.bias_slots > 0)
       ptx::mbarrier_wait(&smem.bias_full[bias_position.stage], bias_position.phase);
     if constexpr (adds_line) {
@@ -293,14 +294,14 @@ struct Consumer {
   // Reads what step 3 needs for a partial tile, before the wait for the products of its scores.
   __device__ __forceinline__ void look_ahead(const Part& part, int kv_tile, bool partial) {
     if constexpr (Policy::looks_ahead) {
-      if (partial) Policy::look_ahead(ahead, params, Place{{*this, part, kv_tile}});
+      if (partial) Policy::look_ahead(ahead, params, PreparedCoords{{*this, part, kv_tile}});
     }
   }
   // Loads what step 2 needs, likewise. Why `hold` in both branches: the compiler would otherwise
   // compute the addresses of either branch first, and issue the loads after all of them.
   __device__ __forceinline__ void load_early(const Part& part, int kv_tile) {
     if constexpr (loads_early) {
-      const Spot place{*this, part, kv_tile};
+      const ElementCoords place{*this, part, kv_tile};
       if (Policy::template holds_early<block_kv / 2>(params, place))
         load_early_by<false>(place);
       else
@@ -308,24 +309,24 @@ struct Consumer {
     }
   }
   template <bool checks>
-  __device__ __forceinline__ void load_early_by(const Spot& place) {
+  __device__ __forceinline__ void load_early_by(const ElementCoords& place) {
     Policy::template load_early<checks>(early, params, place);
 #pragma unroll
     for (int i = 0; i <= block_kv / 8; ++i) wgmma::hold(early.numbers[i]);
   }
   // Step 3.
   __device__ __forceinline__ void hide(const Part& part, int kv_tile) {
-    Policy::hide(s, params, Place{{*this, part, kv_tile}});
+    Policy::hide(s, params, PreparedCoords{{*this, part, kv_tile}});
   }
   __device__ __forceinline__ void observe(const Part& part, int kv_tile) {
-    Policy::observe(s, params, Place{{*this, part, kv_tile}});
+    Policy::observe(s, params, PreparedCoords{{*this, part, kv_tile}});
   }
   // Draws the words that decide which weights step 7 drops, while the products of the scores are in
   // flight. Why the wait, which has already completed: the assembler would sink all of the drawing
   // below the wait for the products, but it does not move code across a branch.
   __device__ __forceinline__ void draw(const Part& part, int kv_tile) {
     if constexpr (Policy::drops) {
-      Policy::draw(drawn, params, Place{{*this, part, kv_tile}});
+      Policy::draw(drawn, params, PreparedCoords{{*this, part, kv_tile}});
 #pragma unroll
       for (int block = 0; block < drawn_early; ++block) wgmma::hold(drawn[block]);
       ptx::mbarrier_wait(&smem.k_full[k_position.stage], k_position.phase);
@@ -334,7 +335,8 @@ struct Consumer {
   // Makes P in the form that step 8 needs.
   __device__ __forceinline__ void pack(const Part& part, int kv_tile) {
     pack_block<config.element>(s, p);
-    if constexpr (Policy::drops) Policy::drop(p, drawn, params, Place{{*this, part, kv_tile}});
+    if constexpr (Policy::drops)
+      Policy::drop(p, drawn, params, PreparedCoords{{*this, part, kv_tile}});
   }
 
   __device__ __forceinline__ void rescale(const float (&alpha)[2]) {
@@ -390,7 +392,8 @@ struct Consumer {
     wgmma::fence();
     issue_scores();
     pass_pingpong();
-    if constexpr (makes_once_late) once = typename Policy::Once(params, Spot{*this, part, kv_tile});
+    if constexpr (makes_once_late)
+      once = typename Policy::Once(params, ElementCoords{*this, part, kv_tile});
     load_early(part, kv_tile);
     draw(part, kv_tile);
     wgmma::wait<0>();
@@ -472,7 +475,7 @@ struct Consumer {
   template <bool partial>
   __device__ __forceinline__ bool lazy_weights(const Part& part, int kv_tile, float (&block)[2]) {
     if constexpr (tells_easy) {
-      if (Policy::are_easy(s, params, Unit{}, Place{{*this, part, kv_tile}}))
+      if (Policy::are_easy(s, params, Unit{}, PreparedCoords{{*this, part, kv_tile}}))
         return lazy_weights_by<true, partial>(part, kv_tile, block);
     }
     return lazy_weights_by<false, partial>(part, kv_tile, block);
@@ -481,7 +484,7 @@ struct Consumer {
   __device__ __forceinline__ bool lazy_weights_by(const Part& part, int kv_tile,
                                                   float (&block)[2]) {
     if constexpr (adds_line) {
-      const Place place{{*this, part, kv_tile}};
+      const PreparedCoords place{{*this, part, kv_tile}};
       const Line line = Policy::line(params, place);
       Policy::bend(s, params, place);
       if constexpr (partial) hide(part, kv_tile);
@@ -572,8 +575,8 @@ struct Consumer {
     if constexpr (Policy::drops)
       once = smem.once[work_position.stage].template as<typename Policy::Once>();
     else if constexpr (!makes_once_late)
-      once = typename Policy::Once(params, Spot{*this, part, 0});
-    of_rows = typename Policy::OfRows(params, Spot{*this, part, 0});
+      once = typename Policy::Once(params, ElementCoords{*this, part, 0});
+    of_rows = typename Policy::OfRows(params, ElementCoords{*this, part, 0});
     skip_tiles(part.plan->touched.end - part.own.end);
     first_tile(part);
   }
@@ -665,8 +668,8 @@ struct Consumer {
       factor[r] = 1.0f;
       if (config.split && part.plan->split != 0) continue;
       float total = quad_sum(softmax.sum[r]);
-      factor[r] =
-          Policy::finish_row(params, Place{{*this, part, 0}}, r, softmax.reference[r], total, 1.0f);
+      factor[r] = Policy::finish_row(params, PreparedCoords{{*this, part, 0}}, r,
+                                     softmax.reference[r], total, 1.0f);
       softmax.sum[r] = lane % 4 == 0 ? total : 0.0f;
     }
   }
@@ -742,7 +745,7 @@ struct Consumer {
       rescale(factor);
     }
     if constexpr (Policy::drops) {
-      const float weight = Policy::kept_weight(params, Place{{*this, part, 0}});
+      const float weight = Policy::kept_weight(params, PreparedCoords{{*this, part, 0}});
       rescale({weight, weight});
     }
     if (params.lse != nullptr) store_lse(part, softmax);
@@ -761,7 +764,7 @@ struct Consumer {
 
   // Handles a warpgroup whose rows see no key, or that has no rows. Why not through O: accumulators
   // that are written on two paths make ptxas serialise the products.
-  __device__ __forceinline__ void sit_out(const Part& part) {
+  __device__ __forceinline__ void finish_empty(const Part& part) {
     ptx::mbarrier_wait(&smem.q_full[warpgroup], q_phase);
     skip_tiles(part.plan->touched.count());
     arrive(&smem.q_empty[warpgroup]);
@@ -771,7 +774,7 @@ struct Consumer {
     Softmax none;
     none.reset();
     if constexpr (Policy::finishes_rows) {
-      once = typename Policy::Once(params, Spot{*this, part, 0});
+      once = typename Policy::Once(params, ElementCoords{*this, part, 0});
       float factor[2];
       finish_rows(part, none, factor);
     }
@@ -803,7 +806,7 @@ struct Consumer {
       if (part.plan->row_begin == Plan::no_more_work) break;
       if (part.own.empty()) {
         stage_rest();
-        sit_out(part);
+        finish_empty(part);
       } else {
         begin(part);
         stage_rest();

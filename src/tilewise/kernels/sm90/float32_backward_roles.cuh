@@ -160,7 +160,7 @@ struct GradWarpgroup {
   }
 
   // Where this thread's scores lie (`at` in common/scores.cuh).
-  struct Place {
+  struct ElementCoords {
     static constexpr RowsAre rows_are = RowsAre::keys;
     const GradWarpgroup& kernel;
 
@@ -289,7 +289,7 @@ struct GradDvWarpgroup : GradWarpgroup<config, Policy, Extents> {
     constexpr float log2_e = 1.44269504088896341f;
     const float2* rows = reinterpret_cast<const float2*>(smem.lse[position.stage]) + lane % 4;
     const PowerOfTwo factor(-shift);
-    Policy::apply(s, params, factor, typename Base::Place{*this});
+    Policy::apply(s, params, factor, typename Base::ElementCoords{*this});
     if constexpr (Policy::has_slope) {
 #pragma unroll
       for (int i = 0; i < grad_block / 2; ++i) values.kept[i] = s[i];
@@ -306,7 +306,7 @@ struct GradDvWarpgroup : GradWarpgroup<config, Policy, Extents> {
       for (int i = 0; i < 4; ++i)
         s[4 * j + i] = __fadd_rn(__fmul_rn(s[4 * j + i] * first, scale), i % 2 ? -lse.y : -lse.x);
     }
-    if (plan.partial(cursor.q_tile)) Policy::hide(s, params, typename Base::Place{*this});
+    if (plan.partial(cursor.q_tile)) Policy::hide(s, params, typename Base::ElementCoords{*this});
 #pragma unroll
     for (int i = 0; i < grad_block / 2; ++i) s[i] = ptx::ex2(s[i] * log2_e);
   }
@@ -317,7 +317,7 @@ struct GradDvWarpgroup : GradWarpgroup<config, Policy, Extents> {
   __device__ __forceinline__ void hand_over(const GradFragment& p, const Values& values) {
     ptx::mbarrier_wait(&smem.room_empty[room.stage], room.phase);
     float4* weights = reinterpret_cast<float4*>(smem.room[room.stage].weights) + threadIdx.x % 128;
-    auto terms = Policy::backward(params, typename Base::Place{*this});
+    auto terms = Policy::backward(params, typename Base::ElementCoords{*this});
 #pragma unroll
     for (int i = 0; i < grad_block / 2; i += 4) {
       auto sloped = [&](int h) {
@@ -342,7 +342,7 @@ struct GradDvWarpgroup : GradWarpgroup<config, Policy, Extents> {
     this->arrive(&smem.q_empty[position.stage]);
     hand_over(s, values);
     GradWeights weights;
-    Policy::drop(s, params, typename Base::Place{*this});
+    Policy::drop(s, params, typename Base::ElementCoords{*this});
     split_fragment(s, weights);
     ptx::mbarrier_wait(&smem.dout_full[position.stage], position.phase);
     if (params.dv != nullptr)
@@ -361,7 +361,7 @@ struct GradDvWarpgroup : GradWarpgroup<config, Policy, Extents> {
       for (int i = 0; i < plan.steps; ++i) step(k_shift);
     }
     if (params.dv != nullptr)
-      this->template finish<0>(dv, Policy::kept_weight(params, typename Base::Place{*this}),
+      this->template finish<0>(dv, Policy::kept_weight(params, typename Base::ElementCoords{*this}),
                                this->first_key_of(params.dv, params.dv_batch_stride,
                                                   params.dv_head_stride, params.dv_seq_stride),
                                params.dv_seq_stride, params.head_dim_v);
@@ -382,7 +382,7 @@ struct GradDkWarpgroup : GradWarpgroup<config, Policy, Extents> {
   __device__ __forceinline__ void form_ds(GradFragment& dp, int dp_shift, int unit) {
     const float2* row_terms =
         reinterpret_cast<const float2*>(smem.row_terms[position.stage]) + lane % 4;
-    auto terms = Policy::backward(params, typename Base::Place{*this});
+    auto terms = Policy::backward(params, typename Base::ElementCoords{*this});
     const PowerOfTwo factor(unit - dp_shift);
     const float term_factor = power_of_two(unit);
 #pragma unroll

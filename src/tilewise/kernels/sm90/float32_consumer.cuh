@@ -149,7 +149,7 @@ struct Consumer {
   __device__ __forceinline__ auto sequence() const { return sequence_of<Extents>(params, plan); }
 
   // Where this thread's scores lie (`at` in common/scores.cuh).
-  struct Place {
+  struct ElementCoords {
     static constexpr RowsAre rows_are = RowsAre::queries;
     const Consumer& kernel;
     const int kv_tile;
@@ -169,14 +169,14 @@ struct Consumer {
     const int score_shift = min_int(q_shift + shift_of(k_exponent, element), 240);
     float scale = params.scale_log2, score_unit = 1.0f;
     if constexpr (Policy::transforms) {
-      Policy::apply(s, params, PowerOfTwo(-score_shift), Place{*this, kv_tile});
+      Policy::apply(s, params, PowerOfTwo(-score_shift), ElementCoords{*this, kv_tile});
     } else {
       // Why at least the smallest normal number: 0 * -inf is NaN, and scores that small are 0.
       scale = fmaxf(scaled(scale, -score_shift), 0x1p-126f);
       score_unit = scaled(1.0f, -score_shift);
     }
-    if (plan.partial(kv_tile)) Policy::hide(s, params, Place{*this, kv_tile});
-    Policy::observe(s, params, Place{*this, kv_tile}, score_unit);
+    if (plan.partial(kv_tile)) Policy::hide(s, params, ElementCoords{*this, kv_tile});
+    Policy::observe(s, params, ElementCoords{*this, kv_tile}, score_unit);
     float top[2], base[2], block[2];
     row_maxima(s, top);
     const float unit =
@@ -201,7 +201,7 @@ struct Consumer {
       sum[r] = fmaf(sum[r], keep[r], block[r] * take[r]);
       take[r] *= unit;
     }
-    Policy::drop(s, params, Place{*this, kv_tile});
+    Policy::drop(s, params, ElementCoords{*this, kv_tile});
     split_weights<parts, element>(s, p);
   }
 
@@ -321,9 +321,9 @@ struct Consumer {
     for (int r = 0; r < 2; ++r) {
       const int row = row_of_thread(r);
       float total = quad_sum(sum[r]);
-      const float factor =
-          Policy::finish_row(params, Place{*this, 0}, r, row_max[r], total, params.scale_log2) *
-          Policy::kept_weight(params, Place{*this, 0});
+      const float factor = Policy::finish_row(params, ElementCoords{*this, 0}, r, row_max[r], total,
+                                              params.scale_log2) *
+                           Policy::kept_weight(params, ElementCoords{*this, 0});
       if (row >= sequence().seq_q()) continue;
       if (params.lse != nullptr && lane % 4 == 0)
         params.lse[row_of_heads(row)] =

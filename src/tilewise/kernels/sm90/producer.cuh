@@ -267,7 +267,7 @@ __device__ __forceinline__ void schedule_work(const ParamsOf<Params, Policy, Ext
       using Once = typename Policy::Once;
       if (work < work_count)
         smem.once[slot.stage].template as<Once>() =
-            Once(params, HeadPlace{plan.tile.batch, plan.tile.head});
+            Once(params, HeadCoords{plan.tile.batch, plan.tile.head});
     }
     // Why: beside the addresses of spans, or with a record of its own for the sequence, a plan in
     // registers would spill.

@@ -457,7 +457,7 @@ def _plain_head(
     scores = rounded(q @ k.transpose(-1, -2) * small.scale)
     for term in small.scores:
         if term.transforms:
-            scores = rounded(term.bend(scores, where)[0])
+            scores = rounded(term.apply(scores, where)[0])
     shown = visible_all(where)
     if isinstance(small.mask, Dense) and small.mask.additive:
         scores = rounded(scores + operands["bias"])
