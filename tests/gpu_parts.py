@@ -22,7 +22,7 @@ PACKAGE = Path(tilewise.__file__).resolve().parent
 # Everything that decides what a kernel does, or which of them runs.
 _DECISIVE = (
     "backend.py",
-    "nonfinite.py",
+    "isolation.py",
     "operands.py",
     "sequences.py",
     "engine",
@@ -108,7 +108,7 @@ PARTS = {
     "seam": Part(
         ("test_seam.py", "test_launch.py", "test_torch_rules.py", "test_three_way.py", "test_integrations_gpu.py"),
         files=(
-            *(f"{name}.py" for name in ("api", "backend", "masks", "memo", "nonfinite", "operands", "partials")),
+            *(f"{name}.py" for name in ("api", "backend", "masks", "isolation", "memo", "operands", "partials")),
             *(f"{name}.py" for name in ("plan", "problem", "scores", "sequences", "target", "torch_function")),
             "engine/__init__.py",
             "engine/backend.py",

@@ -24,7 +24,7 @@ PACKAGE = ROOT / "src" / "tilewise"
 # Each layer may import those before it and itself; those at the top stand side by side.
 LAYERS = [
     "_path", "_interrupt", "errors", "memo", "fresh", "element", "operands", "masks", "scores", "terms", "problem",
-    "target", "partials", "jit", "native", "hook", "sequences", "nonfinite", "backend", "plain", "triton",
+    "target", "partials", "jit", "native", "hook", "sequences", "isolation", "backend", "plain", "triton",
     "torch_kernels", "engine", "plan", "torch_seam.switches", "call.request", "call.resolve", "call.build",
     "call.memory", "torch_seam.autograd", "torch_seam.ops", "torch_seam.traced", "call.native", "call.execute",
     "torch_function", "api", "cache_append", "ladder",

@@ -229,8 +229,8 @@ REFUSED = {
     "bhsd": set(),
     "bshd": set(),
     "packed": {"mask=boolean", "mask=added", "keep"},
-    "cached": {"mask=boolean", "mask=added", "dropout"},
-    "cached_packed": {"mask=boolean", "mask=added", "dropout", "keep"},
+    "cached": {"mask=boolean", "mask=added", "dropout", "return_max_logit"},
+    "cached_packed": {"mask=boolean", "mask=added", "dropout", "keep", "return_max_logit"},
 }
 
 

@@ -66,7 +66,7 @@ _HOSTILE = _tests("hostile/arguments hostile/shapes hostile/autograd hostile/non
                   "hostile/generated")  # fmt: skip
 _INTEGRATIONS = "integrations/integrations_"
 GROUPS = (
-    Group("values", ("masks.py", "problem.py", "plan.py", "nonfinite.py", "sequences.py", "call/resolve.py",
+    Group("values", ("masks.py", "problem.py", "plan.py", "isolation.py", "sequences.py", "call/resolve.py",
                      "cache_append.py", "scores.py"),
           _tests("masks problem plan scores cached packed"),
           (*_tests("terms op api backends integrations/integrations_kvcache"), *_MAP, *_HOSTILE), 30),
@@ -87,7 +87,7 @@ GROUPS = (
 )  # fmt: skip
 # Where the name of a test does not hold that of the module.
 NEAREST = {
-    "nonfinite.py": _tests("hostile/nonfinite"),
+    "isolation.py": _tests("hostile/nonfinite"),
     "sequences.py": _tests("hostile/nonfinite packed"),
     "call/resolve.py": _tests("cached packed api"),
     "cache_append.py": _tests("cached integrations/integrations_kvcache"),

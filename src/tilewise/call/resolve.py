@@ -386,6 +386,10 @@ def _check_cache_terms(scores: tuple[Term, ...], options: Options, is_packed: bo
         raise InvalidInput(
             "dropout", options.dropout, "0: attention_cached has no gradient", "train with tilewise.attention"
         )
+    if options.return_max_logit:
+        raise InvalidInput(
+            "return_max_logit", "beside a cache", "False: no kernel of caches reports", "use tilewise.attention"
+        )
     for term in scores:
         for operand in term.tensors:
             name = operand.name if operand.name == "keep" else "scores"

@@ -27,12 +27,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..backend import ALL, NO_OPERANDS, Grads, Operands, Wants, composite_notices
+from ..isolation import (
+    all_finite,
+    backward_by_sequence,
+    forward_by_sequence,
+    forward_of_cache,
+    isolated,
+    joined,
+    pieces,
+)
 from ..masks import Cached, Dense, Documents, Full, Packed
-from ..nonfinite import all_finite, isolated
 from ..operands import recording
 from ..problem import in_memory_order
 from ..scores import Where, bend_all, join_all, keep_all, observe_all, visible_all
-from ..sequences import backward_by_sequence, forward_by_sequence, forward_of_cache, joined, pieces
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,7 +77,7 @@ def forward(
     """
     problem = problem.dropout_in_terms()
     if isinstance(problem.mask, Cached):
-        return forward_of_cache(forward, q, k, v, problem, operands, results)
+        return forward_of_cache(forward, q, k, v, problem, operands)
     if isinstance(problem.mask, Packed):
         return forward_by_sequence(forward, q, k, v, problem, config, operands, results)
     apart = isinstance(problem.mask, Documents) and all(term.elementwise for term in problem.scores)

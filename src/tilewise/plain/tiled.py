@@ -35,13 +35,12 @@ import torch
 
 from ..backend import ALL, NO_OPERANDS, Grads, Operands, Wants, composite_notices, empty_lse, empty_out
 from ..errors import Reason
+from ..isolation import all_finite, backward_by_sequence, forward_by_sequence, isolated
 from ..jit import tuned
 from ..masks import Cached, Dense, Full, Packed, Tile
-from ..nonfinite import all_finite, isolated
 from ..operands import zero_grads
 from ..problem import dtype_name
 from ..scores import Where, bend_all, join_all, keep_all, observe_all, unbend_all, unjoin_all, visible_all
-from ..sequences import backward_by_sequence, forward_by_sequence
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..isolation import pieces
 from ..masks import Dense, Documents
-from ..sequences import pieces
 from .gates import (
     CUDNN,
     EFFICIENT,

@@ -27,10 +27,10 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..backend import ALL, NO_OPERANDS, Grads, Operands, Wants
+from ..isolation import joined, pieces
 from ..masks import Causal, Dense, Documents, Full, Window
 from ..operands import INPUTS, recording, zero_grads
 from ..problem import in_memory_order
-from ..sequences import joined, pieces
 from . import bugs, gates
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 
 from ..errors import Reason
+from ..isolation import distinct_problems
 from ..masks import Cached, Causal, Dense, Documents, Full, Packed, Window
 from ..problem import Strides, dtype_name
-from ..sequences import distinct_problems
 
 if TYPE_CHECKING:
     from collections.abc import Callable
