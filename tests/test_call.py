@@ -349,7 +349,7 @@ class Descaled(Term):
     def tensors(self):
         return (Operand("descale", dims=("head",), dtype=torch.float32),)
 
-    def bend(self, scores, where):
+    def apply(self, scores, where):
         factor = where.part(where.operands["descale"].view(1, -1, 1, 1)).to(scores.dtype)
         return scores * factor, factor
 
@@ -381,7 +381,7 @@ class Squared(Term):
 
     rate: float
 
-    def bend(self, scores, where):
+    def apply(self, scores, where):
         return scores + self.rate * scores**2, 1 + 2 * self.rate * scores
 
 
