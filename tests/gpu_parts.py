@@ -117,6 +117,7 @@ PARTS = {
         ),
         folders=("call", "torch_seam", "plain", "triton", "torch_kernels", "hook", "integrations"),
     ),
+    "triton": Part(("test_triton_gpu.py",), files=("triton/backend.py", "triton/kernels.py")),
     "native": Part(("test_native_gpu.py",), ("engine/recipe.py",), files=("call/native.py",), folders=("native",)),
     "ladder": Part(("test_ladder_gpu.py",), folders=_LADDER),
 }

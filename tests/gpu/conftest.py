@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).resolve().parent
 RECORD = HERE.parent.parent / "benchmarks" / "validation.json"
-pytest.register_assert_rewrite("forward_matrix", "backward_matrix")
+pytest.register_assert_rewrite("forward_matrix", "backward_matrix", "comparison")
 _outcomes: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
 _hash_at_start = {name: part_hash(name) for name in PARTS}
 
