@@ -33,9 +33,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tilewise
 from tilewise import CompileError, attention, attention_packed, native
+from tilewise.jit.trust import digest
 from tilewise.lab.measure import environment
 from tilewise.lab.model import launched
-from tilewise.lab.studies import kept
+from tilewise.lab.studies import kept, records
 from tilewise.native import library
 
 if TYPE_CHECKING:
@@ -53,6 +54,18 @@ KINDS = ("no grad", "grad", "step")
 DEFAULT = "F.scaled_dot_product_attention"
 PASSED_ON = "override, passed on"
 EMPTY_NODE = "an empty node of three inputs"
+_WAY = (
+    "api.py",
+    "memo.py",
+    "torch_function.py",
+    "call",
+    "torch_seam",
+    "native",
+    "hook",
+    "integrations/sdpa",
+    "engine/recipe.py",
+    "engine/run.py",
+)
 _LIBRARIES = {
     "flash-attn": ("flash_attn", KINDS),
     "FlashAttention-3": ("flash_attn_interface", KINDS),
@@ -236,6 +249,7 @@ def record(costs: list[Cost], device: str, shape: tuple[int, ...], command: list
         "settings": {"device": device, "shape": list(shape), **settings},
         "repeated calls": environment.repeated_calls(),
         "kernels": launched.by_this_process(),
+        "way": way(),
         "rows": [
             {
                 "kind": cost.kind,
@@ -247,6 +261,23 @@ def record(costs: list[Cost], device: str, shape: tuple[int, ...], command: list
             for cost in costs
         ],
     }
+
+
+def way() -> str:
+    """A digest of the sources that a call goes through on the host, which is what is measured here."""
+    package = Path(tilewise.__file__).parent
+    named = [package / name for name in _WAY]
+    files = {path for place in named for path in (place, *place.rglob("*")) if path.suffix in (".py", ".cpp", ".h")}
+    return digest(
+        launched.python_code(path.read_text()).encode() if path.suffix == ".py" else path.read_bytes()
+        for path in sorted(files)
+    )
+
+
+def marks(record: dict[str, Any]) -> list[str]:
+    """Why a record may not be cited."""
+    changed = record.get("way") != way()
+    return [*records.marks_of(record), *(["the sources of a call's way have changed since"] if changed else [])]
 
 
 def main(arguments: list[str] | None = None) -> None:

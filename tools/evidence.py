@@ -52,7 +52,8 @@ SEEDS = {"drawn": 20261119}
 ROUNDS = 7
 MAX_BYTES = 8 * 2**20  # of the results folder
 _MARKS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
-    **dict.fromkeys((programs.KIND, host.KIND, tile_map.KIND, inspection.KIND), records.marks_of),
+    **dict.fromkeys((programs.KIND, tile_map.KIND, inspection.KIND), records.marks_of),
+    host.KIND: host.marks,
     ladder.KIND: ladder.marks,
     tune.KIND: tune.marks,
 }

@@ -254,7 +254,7 @@ def test_host_time_and_small_models_are_tables_of_their_page(tmp_path: Path) -> 
     provenance["versions"] = {"torch": "2.11"}
     costs = [("no grad", host.DEFAULT, 2e-5), ("no grad", "ours", 5e-6), ("grad", host.DEFAULT, 3e-5)]
     rows = [{"kind": kind, "call": call, "median": seconds, "seconds": [seconds]} for kind, call, seconds in costs]
-    calls = {"kind": host.KIND, "settings": {"shape": [1, 8, 128, 64], "rounds": 9}, "rows": rows}
+    calls = {"kind": host.KIND, "settings": {"shape": [1, 8, 128, 64], "rounds": 9}, "rows": rows, "way": host.way()}
     times = {"tilewise": [2e-3] * 9, "sdpa": [3e-3] * 9}
     speed = {"tilewise": {"ratio": 1.5, "low": 1.4, "high": 1.6}}
     kinds = ("generate", "padded generate")
@@ -272,6 +272,9 @@ def test_host_time_and_small_models_are_tables_of_their_page(tmp_path: Path) -> 
     assert "| Llama | `generate()` | 1.50x [1.40, 1.60] | 3.00 ms |" in lines
     assert "| Llama | `generate()`, padded prompts | 1.50x [1.40, 1.60] | 3.00 ms |" in lines
     assert (lines[0], lines[-1]) == ("before", "after")
+    other_sources = calls | {"suite": "host-cuda", "provenance": provenance, "kernels": KERNELS, "way": "another"}
+    (tmp_path / bench.RESULTS / "2026-11-16T130446Z-host-cuda.json").write_text(json.dumps(other_sources))
+    assert after(page).count("*Not measured yet: ") == 1
 
 
 def test_another_library_that_is_faster_than_pytorch_is_named(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import host
 import tile_map
 
 from tilewise.lab.measure.compare import median
+from tilewise.lab.studies import records
 
 from .records import table
 
@@ -37,7 +38,7 @@ def records_of(checkout: Checkout, suite: str, kind: str) -> Iterator[Kept]:
         part = settings.get("tiny") or settings.get("only") or settings.get("seq", tile_map.SEQ) != tile_map.SEQ
         return record["suite"] == suite and bool(record["provenance"]["gpus"]) and not part
 
-    return checkout.of_kind(kind, fits)
+    return checkout.of_kind(kind, fits, host.marks if kind == host.KIND else records.marks_of)
 
 
 def models(asked: str, checkout: Checkout, page: Path) -> list[str]:
