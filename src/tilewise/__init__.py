@@ -19,6 +19,10 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from ._public import *  # noqa: F403
     from ._public import __all__ as __all__
+    from .integrations.sdpa import FallbackWarning as FallbackWarning
+    from .integrations.sdpa import sdpa as sdpa
+    from .lab.watch.trace import no_math_fallback as no_math_fallback
+    from .lab.watch.trace import trace as trace
 elif not _interrupt.IS_COMMAND:
     from . import _public
 
