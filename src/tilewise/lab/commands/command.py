@@ -148,7 +148,7 @@ def exit_codes() -> Iterator[None]:
 
 
 def is_unwritten(error: OSError) -> bool:
-    """Whether the output has nowhere to go, which is told, and nothing more is written."""
+    """Whether the output has nowhere to go; if so, say it on stderr, and write nothing more."""
     if error.errno not in _FULL:
         return False
     print(f"tilewise: the output cannot be written: {error.strerror}", file=sys.stderr)
