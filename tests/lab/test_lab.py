@@ -677,7 +677,8 @@ def noted_backward(noted: list[str]) -> timing.Backward:
 def test_every_backward_has_a_forward_of_its_own() -> None:
     noted: list[str] = []
     backward = noted_backward(noted)
-    assert min(timing.measure(backward, "wall", 0.002)) > 0
+    backward.fresh()()  # the first backward of a process takes milliseconds
+    assert min(timing.measure(backward, "wall", 0.05)) > 0
     assert noted.count("forward") == noted.count("backward") > 1
     call = backward.fresh()
     call()
